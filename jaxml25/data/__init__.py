@@ -1,0 +1,1 @@
+"""Data sets as TFDS builders and the Grain pipelines that read them."""

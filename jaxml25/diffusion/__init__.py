@@ -1,0 +1,1 @@
+"""Diffusion models: schedules, samplers, networks, and the methods that steer them."""

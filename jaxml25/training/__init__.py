@@ -1,0 +1,1 @@
+"""The loop around the pure functions: meshes, steps, checkpoints, metrics, claims."""
