@@ -127,8 +127,8 @@ def check_terminal_snr(ab: Level, prediction_type: str) -> None:
     """
     if prediction_type in ("epsilon", "score") and checks.is_concrete(ab) and np.any(np.asarray(ab) <= 0):
         raise ValueError(
-            f"prediction_type {prediction_type!r} cannot be used where alphas_cumprod is 0 (zero terminal SNR): x_0 would be "
-            "divided by zero; use 'v_prediction' or 'sample'"
+            f"prediction_type {prediction_type!r} cannot be used where alphas_cumprod is 0 (zero terminal SNR): x_0 would "
+            "be divided by zero; use 'v_prediction' or 'sample'"
         )
 
 

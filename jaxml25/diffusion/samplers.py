@@ -2,8 +2,8 @@
 
     step(x, pred, row, noise) -> (x_next, x0_hat)
 
-The factories below return such steps. A step is a pytree: its numbers (eta, kappa, clip) are leaves, so it can be an argument
-of a jitted function and a new eta compiles nothing; its names are static. It is affine in the noise unless it says otherwise.
+The factories below return such steps. A step is a pytree: its numbers (eta, kappa, clip) are leaves, so it can be an
+argument of a jitted function and a new eta compiles nothing; its names are static. Every step is affine in the noise.
 Steps on a VP grid (a = sqrt(ab), s = sqrt(1 - ab), primes for the level arrived at):
 
     DDPM      x' = a' b / s^2 x_0 + sqrt(1 - b) s'^2 / s^2 x + sqrt(var) z,    b = 1 - ab / ab'
@@ -22,15 +22,17 @@ generative models" (2206.00364); Y. Lipman et al., "Flow matching for generative
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jaxml25.diffusion import checks, predictions
-from jaxml25.diffusion.schedules import Grid, Scalar, SigmaGrid, safe_sqrt
+from jaxml25.diffusion.schedules import Grid, Scalar, SigmaGrid, expand, safe_sqrt
 
 Clip = Scalar | Callable[[Array], Array] | None
 VARIANCES = ("fixed_small", "fixed_large", "learned_range")
@@ -191,3 +193,228 @@ def ddim(
     return Ddim(
         eta=eta, prediction_type=prediction_type, clip=as_clip(clip), use_clipped_model_output=use_clipped_model_output
     )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Euler(Step):
+    """See `euler`."""
+
+    churn: Any = 0.0
+    churn_range: Any = (0.0, math.inf)
+    churn_noise: Any = 1.0
+
+    space = "sigma"
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether the churn may differ from 0."""
+        return not checks.is_concrete(self.churn) or bool(self.churn != 0)
+
+    def perturb(self, x: Array, row: SigmaGrid, noise: Array) -> tuple[Array, SigmaGrid]:
+        """Raises the noise level before the network is called (churn): the state and the row to go on from."""
+        if not self.stochastic:
+            return x, row
+        low, high = self.churn_range
+        gamma = jnp.where((row.sigma >= low) & (row.sigma <= high), self.churn, 0.0)
+        sigma = row.sigma * (1 + gamma)
+        added = self.churn_noise * row.sigma * safe_sqrt(gamma * (2 + gamma))
+        return (x + added * noise).astype(x.dtype), row._replace(t=sigma, sigma=sigma)
+
+    def __call__(self, x: Array, pred: Array, row: SigmaGrid, noise: Array) -> tuple[Array, Array]:
+        """Takes one Euler step from a state that has been perturbed already; the noise is not used."""
+        x0, _ = self.read(x, pred, row)
+        x_next = x + (row.sigma_next - row.sigma) * (x - x0) / row.sigma
+        return x_next.astype(x.dtype), x0.astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heun(Euler):
+    """See `heun`."""
+
+    def correct(self, x: Array, x0: Array, row: SigmaGrid, x_euler: Array, pred: Array, t_next: Array) -> Array:
+        """Replaces an Euler step by the trapezoidal one.
+
+        Args:
+          x: where the step starts.
+          x0: its clean sample, from the Euler step.
+          row: the grid's row; its sigma_next must be positive.
+          x_euler: where the Euler step arrives.
+          pred: the network's output there, at level t_next.
+          t_next: that level.
+        """
+        arrival = SigmaGrid(t_next, row.sigma_next, row.sigma_next)
+        x0_next, _ = self.read(x_euler, pred, arrival)
+        slope = (x - x0) / row.sigma + (x_euler - x0_next) / row.sigma_next
+        return (x + (row.sigma_next - row.sigma) * 0.5 * slope).astype(x.dtype)
+
+
+def euler(
+    prediction_type: str = "epsilon",
+    clip: Clip = None,
+    *,
+    churn: Scalar = 0.0,
+    churn_range: tuple[Scalar, Scalar] = (0.0, math.inf),
+    churn_noise: Scalar = 1.0,
+) -> Euler:
+    """Euler's method for the probability-flow ODE in sigma space: first order, one network call per step.
+
+    Churn makes the sampler stochastic: before the network is called, noise lifts the level from sigma to (1 + churn) sigma.
+    The network must then be told that level, so churn needs `edm` and the grid's t to be sigma (`edm_grid`).
+
+    Args:
+      prediction_type: one of `predictions.PREDICTION_TYPES`. A network trained on a VP schedule is fed
+        x / sqrt(1 + sigma^2); `edm` names a denoiser D(x; sigma) that is fed x (see `edm_precondition`).
+      clip: see `ddpm`.
+      churn: in [0, sqrt(2) - 1], EDM's min(S_churn / n, sqrt(2) - 1); may be traced.
+      churn_range: only levels within are churned, EDM's (S_tmin, S_tmax).
+      churn_noise: standard deviation of the noise, EDM's S_noise.
+
+    Raises:
+      ValueError: for an unknown type, a range that is not positive, or a churn out of range or without `edm`.
+    """
+    return _euler(Euler, prediction_type, clip, churn, churn_range, churn_noise)
+
+
+def heun(
+    prediction_type: str = "epsilon",
+    clip: Clip = None,
+    *,
+    churn: Scalar = 0.0,
+    churn_range: tuple[Scalar, Scalar] = (0.0, math.inf),
+    churn_noise: Scalar = 1.0,
+) -> Heun:
+    """Heun's method in sigma space: second order, two network calls per step; arguments and errors as `euler`.
+
+    Called alone it takes the Euler step, its predictor; `trajectories.sample` calls the network once more at the next row
+    and then `correct`. The last row has no next one to call the network at and stays an Euler step.
+    """
+    return _euler(Heun, prediction_type, clip, churn, churn_range, churn_noise)
+
+
+def _euler(kind: type, prediction_type: str, clip: Clip, churn: Scalar, churn_range: tuple, churn_noise: Scalar) -> Any:
+    checks.one_of("prediction_type", prediction_type, predictions.PREDICTION_TYPES)
+    checks.between("churn", churn, 0, math.sqrt(2) - 1)
+    if prediction_type != "edm" and not (checks.is_concrete(churn) and churn == 0):
+        raise ValueError(f"churn needs prediction_type 'edm' (a network that is told sigma), got {prediction_type!r}")
+    return kind(
+        prediction_type=prediction_type,
+        clip=as_clip(clip),
+        churn=churn,
+        churn_range=churn_range,
+        churn_noise=churn_noise,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EulerAncestral(Step):
+    """See `euler_ancestral`."""
+
+    space = "sigma"
+
+    def __call__(self, x: Array, pred: Array, row: SigmaGrid, noise: Array) -> tuple[Array, Array]:
+        """Takes one step; see the module's equations."""
+        x0, _ = self.read(x, pred, row)
+        sigma, target = row.sigma, row.sigma_next
+        up = jnp.minimum(target, target / sigma * safe_sqrt(sigma**2 - target**2))
+        down = safe_sqrt(target**2 - up**2)
+        x_next = x + (down - sigma) * (x - x0) / sigma + up * noise
+        return x_next.astype(x.dtype), x0.astype(x.dtype)
+
+
+def euler_ancestral(prediction_type: str = "epsilon", clip: Clip = None) -> EulerAncestral:
+    """Euler to a level below the target, then noise back up to it; arguments and errors as `euler`."""
+    checks.one_of("prediction_type", prediction_type, predictions.PREDICTION_TYPES)
+    return EulerAncestral(prediction_type=prediction_type, clip=as_clip(clip))
+
+
+def edm_coefficients(sigma: Scalar, sigma_data: Scalar = 0.5) -> tuple[Array, Array, Array, Array]:
+    """EDM's (c_skip, c_out, c_in, c_noise) at a noise level, which keep a network's input and target at variance 1."""
+    total = jnp.asarray(sigma) ** 2 + sigma_data**2
+    root = jnp.sqrt(total)
+    return sigma_data**2 / total, sigma * sigma_data / root, 1 / root, 0.25 * jnp.log(jnp.asarray(sigma))
+
+
+def edm_denoised(output: Array, x: Array, sigma: Scalar, sigma_data: Scalar = 0.5) -> Array:
+    """The denoised sample D = c_skip x + c_out F of a preconditioned network's output F at state x."""
+    c_skip, c_out, _, _ = edm_coefficients(sigma, sigma_data)
+    return (c_skip * x + c_out * output).astype(x.dtype)
+
+
+def edm_precondition(network: Callable[..., Array], sigma_data: Scalar = 0.5) -> Callable[..., Array]:
+    """Wraps F(c_in x, c_noise, cond) as a denoiser D(x, sigma, cond) for `prediction_type="edm"` and `edm_grid`."""
+
+    def denoise(x: Array, sigma: Array, cond: Any = None) -> Array:
+        c_skip, c_out, c_in, c_noise = edm_coefficients(sigma, sigma_data)
+        output = network((expand(c_in, x) * x).astype(x.dtype), c_noise, cond)
+        return (expand(c_skip, x) * x + expand(c_out, x) * output).astype(x.dtype)
+
+    return denoise
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flow(Step):
+    """See `flow_euler` and `flow_sde`."""
+
+    prediction_type: str = static("flow")
+    kappa: Any = 0.0
+    diffusion: str = static("matched")
+
+    space = "sigma"
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether kappa may differ from 0."""
+        return not checks.is_concrete(self.kappa) or bool(self.kappa != 0)
+
+    def scale_input(self, x: Array, row: SigmaGrid) -> Array:
+        """A flow's network is fed x itself."""
+        return x
+
+    def check(self, grid: Any) -> None:
+        """Checks that a grid has an s, and for the Flow-GRPO noise that it stays below 1.
+
+        Raises:
+          ValueError: if not.
+        """
+        super().check(grid)
+        s = grid.sigma
+        if self.diffusion == "flow_grpo" and checks.is_concrete(s) and np.any(np.asarray(s) >= 1):
+            raise ValueError(f"grid must have sigma < 1 for diffusion 'flow_grpo', got {float(np.max(np.asarray(s)))}")
+
+    def __call__(self, x: Array, pred: Array, row: SigmaGrid, noise: Array) -> tuple[Array, Array]:
+        """Takes one step; see the module's equations."""
+        s, change = row.sigma, row.sigma_next - row.sigma
+        x0 = x - s * pred
+        drift, variance = pred, 0.0
+        if self.stochastic:
+            # rate is g^2 / (2 s), which is finite at s = 0 where the score is not: -g^2 score / 2 = rate * n.
+            rate = self.kappa if self.diffusion == "matched" else self.kappa**2 / (2 * (1 - s))
+            drift = pred + rate * (x + (1 - s) * pred)
+            variance = -change * 2 * rate * s
+        x_next = x + change * drift + safe_sqrt(variance) * noise
+        return x_next.astype(x.dtype), x0.astype(x.dtype)
+
+
+def flow_euler() -> Flow:
+    """Euler's method for a rectified flow whose network predicts the velocity u = eps - x_0; the grid is `flow_grid`."""
+    return Flow()
+
+
+def flow_sde(kappa: Scalar = 1.0, diffusion: str = "matched") -> Flow:
+    """A stochastic sampler with the marginals of the flow's ODE as the steps become small, for any kappa.
+
+    Args:
+      kappa: strength of the noise, at least 0 (0 is `flow_euler`); may be traced.
+      diffusion: `matched` g^2 = 2 kappa s, which vanishes at the data; `flow_grpo` g^2 = kappa^2 s / (1 - s), which needs
+        s < 1 (`flow_grid(..., start=...)`).
+
+    Raises:
+      ValueError: for an unknown diffusion, or a kappa known to be negative.
+    """
+    checks.one_of("diffusion", diffusion, ("matched", "flow_grpo"))
+    checks.between("kappa", kappa, 0, math.inf)
+    return Flow(kappa=kappa, diffusion=diffusion)

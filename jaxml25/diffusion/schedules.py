@@ -93,9 +93,10 @@ def make_schedule(
     """
     kind = "cosine" if kind == "squaredcos_cap_v2" else kind
     checks.one_of("kind", kind, KINDS)
-    smallest = 2 if zero_snr else 1
-    if T < smallest:
-        raise ValueError(f"T must be at least {smallest}, got {T}")
+    if T < 1:
+        raise ValueError(f"T must be at least 1, got {T}")
+    if zero_snr and T < 2:
+        raise ValueError(f"T must be at least 2 with zero_snr, got {T}")
     alphas_cumprod = np.cumprod(1 - _betas(kind, T, beta_start, beta_end))
     if zero_snr:
         root = np.sqrt(alphas_cumprod)

@@ -2,8 +2,8 @@
 
     for i in 0 .. n-1:  pred = denoise(x, t_i, cond);  x, x0_hat = step(x, pred, row_i, noise_i)
 
-The noise is an argument, so a trajectory is a differentiable function of its start and of all its noise. Reverse mode through
-n steps stores n states and whatever the network stores at each; `remat` trades the latter, and then the former, for
+The noise is an argument, so a trajectory is a differentiable function of its start and of all its noise. Reverse mode
+through n steps stores n states and whatever the network stores at each; `remat` trades the latter, and then the former, for
 recomputation (T. Chen et al., "Training deep nets with sublinear memory cost", 1604.06174):
 
     none: n (state + activations)    step: n state + activations    sqrt: 2 sqrt(n) state + activations.
@@ -72,7 +72,7 @@ def sample(
     body = _body(step_fn, denoise, cond, tuple(collect))
     init = getattr(step_fn, "init", None)
     carry = (x_T, None if init is None else init(x_T, n))
-    (x_0, _), collected = _scan(body, carry, (grid, noise), n, remat)
+    (x_0, _), collected = _scan(body, carry, (grid, _following(step_fn, grid, n), noise), n, remat)
     return (x_0, collected) if collect else x_0
 
 
@@ -89,22 +89,43 @@ def _check(step_fn: Callable, grid: Any, x_T: Array, noise: Array | None, n: int
         check(grid)
 
 
+def _following(step_fn: Callable, grid: Any, n: int) -> tuple[Array, Array] | None:
+    """For a step with a corrector: the next row's t, and whether there is a next row."""
+    if not hasattr(step_fn, "correct"):
+        return None
+    return jnp.append(grid.t[1:], grid.t[-1:]), jnp.arange(n) < n - 1
+
+
 def _body(step_fn: Callable, denoise: Denoise, cond: Any, collect: tuple[str, ...]) -> Callable:
     """One step of any kind as a scan body: carry (x, state of a multistep solver)."""
+    perturb = getattr(step_fn, "perturb", None)
 
     def body(carry, inputs):
-        x, state = carry
-        row, noise = inputs
-        noise = jnp.zeros((), x.dtype) if noise is None else noise
+        x_t, state = carry
+        row, following, noise = inputs
+        noise = jnp.zeros((), x_t.dtype) if noise is None else noise
+        x, row = (x_t, row) if perturb is None else perturb(x_t, row, noise)
         pred = predict(step_fn, denoise, x, row, cond)
         if state is None:
             x_next, x0_hat = step_fn(x, pred, row, noise)
         else:
             x_next, state, x0_hat = step_fn(x, pred, row, noise, state)
-        stored = {"x_t": x, "x0_hat": x0_hat}
+        if following is not None:
+            x_next = _corrected(step_fn, denoise, x, x0_hat, row, x_next, following, cond)
+        stored = {"x_t": x_t, "x0_hat": x0_hat}
         return (x_next, state), {name: stored[name] for name in collect}
 
     return body
+
+
+def _corrected(step_fn, denoise, x, x0_hat, row, x_euler, following, cond):
+    """A second network call where the Euler step arrives; the last row, which has no t there, keeps the Euler step."""
+    t_next, exists = following
+    # The last row may arrive at sigma 0: its discarded correction must stay finite, or its gradient is NaN.
+    row = row._replace(sigma_next=jnp.where(exists, row.sigma_next, row.sigma))
+    arrival = row._replace(t=t_next, sigma=row.sigma_next)
+    pred = predict(step_fn, denoise, x_euler, arrival, cond)
+    return jnp.where(exists, step_fn.correct(x, x0_hat, row, x_euler, pred, t_next), x_euler)
 
 
 def _scan(body: Callable, carry: Any, inputs: Any, n: int, remat: str) -> tuple[Any, Any]:
