@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxml25.diffusion import checks, predictions
 from jaxml25.diffusion.samplers import Clip, Step, as_clip, static
-from jaxml25.diffusion.schedules import Grid, SigmaGrid, safe_sqrt
+from jaxml25.diffusion.schedules import Grid, SigmaGrid, Values, safe_sqrt
 
 ALGORITHMS = ("dpmsolver++", "sde-dpmsolver++", "dpmsolver")
 SOLVERS = ("midpoint", "heun")
@@ -88,7 +88,7 @@ class DpmSolver(Step):
         if self.algorithm == "dpmsolver" and not hasattr(grid, "sigma"):
             predictions.check_terminal_snr(grid.ab, "epsilon")
 
-    def init(self, x: Array, num_steps: int | None = None) -> State:
+    def init(self, x: Values, num_steps: int | None = None) -> State:
         """Starts with nothing remembered.
 
         Args:
@@ -104,7 +104,7 @@ class DpmSolver(Step):
         )
 
     def __call__(
-        self, x: Array, pred: Array, row: Grid | SigmaGrid, noise: Array, state: State
+        self, x: Values, pred: Values, row: Grid | SigmaGrid, noise: Values, state: State
     ) -> tuple[Array, State, Array]:
         """Takes one step; see the module's equations. Returns the next state x, what to remember, and x_0."""
         x0, eps = self.read(x, pred, row)
@@ -126,7 +126,7 @@ class DpmSolver(Step):
         few = (state.num_steps >= 0) & (state.num_steps < _FEW_STEPS)
         return jnp.where(few, jnp.minimum(order, left), order)
 
-    def _differences(self, output: Array, at: Levels, state: State, order: Array) -> tuple[Array, Array]:
+    def _differences(self, output: Values, at: Levels, state: State, order: Array) -> tuple[Array, Array]:
         """First and second divided differences of the output in l, in units of this step; 0 above the order."""
         zero = jnp.zeros_like(output)
         if self.order == 1:
@@ -143,7 +143,7 @@ class DpmSolver(Step):
             d2 = jnp.where(order == 3, (near - far) / (r0 + r1), 0)
         return jnp.where(order >= 2, d1, 0), d2
 
-    def _update(self, x: Array, output: Array, d1: Array, d2: Array, noise: Array, at: Levels, order: Array) -> Array:
+    def _update(self, x: Values, output: Values, d1: Array, d2: Array, noise: Values, at: Levels, order: Array) -> Array:
         h = at.log_snr_next - at.log_snr
         if self.algorithm == "sde-dpmsolver++":
             f1 = -jnp.expm1(-2 * h)
@@ -164,9 +164,9 @@ class DpmSolver(Step):
         """The third-order update integrates D1 exactly; the second-order one as `solver` says."""
         return exact if self.solver == "heun" else jnp.where(order == 3, exact, midpoint)
 
-    def _remember(self, state: State, output: Array, at: Levels) -> State:
+    def _remember(self, state: State, output: Values, at: Levels) -> State:
         keep = self.order - 1
-        outputs = jnp.concatenate([output[None].astype(state.outputs.dtype), state.outputs])[:keep]
+        outputs = jnp.concatenate([jnp.asarray(output, state.outputs.dtype)[None], state.outputs])[:keep]
         log_snrs = jnp.concatenate([at.log_snr[None].astype(state.log_snrs.dtype), state.log_snrs])[:keep]
         return State(outputs, log_snrs, state.count + 1, state.num_steps)
 

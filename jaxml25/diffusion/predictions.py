@@ -20,13 +20,13 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from jaxml25.diffusion import checks
-from jaxml25.diffusion.schedules import Grid, SigmaGrid, expand
+from jaxml25.diffusion.schedules import Grid, SigmaGrid, Values, expand
 
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction", "score", "flow", "edm")
 Level = Real[ArrayLike, "..."]  # one number, or one per sample along the leading axis of x
 
 
-def to_x0(pred: Array, x: Array, ab: Level, prediction_type: str) -> Array:
+def to_x0(pred: Values, x: Values, ab: Level, prediction_type: str) -> Array:
     """The clean sample that `pred` stands for.
 
     Args:
@@ -42,33 +42,33 @@ def to_x0(pred: Array, x: Array, ab: Level, prediction_type: str) -> Array:
     return _x0(pred, x, *_vp(ab, x), prediction_type).astype(x.dtype)
 
 
-def to_eps(pred: Array, x: Array, ab: Level, prediction_type: str) -> Array:
+def to_eps(pred: Values, x: Values, ab: Level, prediction_type: str) -> Array:
     """The noise that `pred` stands for; arguments and errors as `to_x0`. Where ab is 1 only epsilon and v have one."""
     _check_type(prediction_type)
     return _eps(pred, x, *_vp(ab, x), prediction_type).astype(x.dtype)
 
 
-def to_v(pred: Array, x: Array, ab: Level, prediction_type: str) -> Array:
+def to_v(pred: Values, x: Values, ab: Level, prediction_type: str) -> Array:
     """The velocity v = sqrt(ab) eps - sqrt(1 - ab) x_0 that `pred` stands for; arguments and errors as `to_x0`."""
     return convert(pred, x, ab, prediction_type, "v_prediction")
 
 
-def to_score(pred: Array, x: Array, ab: Level, prediction_type: str) -> Array:
+def to_score(pred: Values, x: Values, ab: Level, prediction_type: str) -> Array:
     """The score -eps / sqrt(1 - ab) that `pred` stands for; arguments and errors as `to_x0`."""
     return convert(pred, x, ab, prediction_type, "score")
 
 
-def to_flow(pred: Array, x: Array, ab: Level, prediction_type: str) -> Array:
+def to_flow(pred: Values, x: Values, ab: Level, prediction_type: str) -> Array:
     """The flow velocity eps - x_0 that `pred` stands for; arguments and errors as `to_x0`."""
     return convert(pred, x, ab, prediction_type, "flow")
 
 
-def convert(pred: Array, x: Array, ab: Level, source: str, target: str) -> Array:
+def convert(pred: Values, x: Values, ab: Level, source: str, target: str) -> Array:
     """Reads a prediction of type `source` as one of type `target`; arguments and errors as `to_x0`."""
     _check_type(source)
     _check_type(target)
     if source == target:
-        return pred
+        return jnp.asarray(pred)
     a, s = _vp(ab, x)
     if target in ("epsilon", "score"):
         eps = _eps(pred, x, a, s, source)
@@ -81,12 +81,12 @@ def convert(pred: Array, x: Array, ab: Level, source: str, target: str) -> Array
     return (a * eps - s * x0 if target == "v_prediction" else eps - x0).astype(x.dtype)
 
 
-def _vp(ab: Level, x: Array) -> tuple[Array, Array]:
+def _vp(ab: Level, x: Values) -> tuple[Array, Array]:
     ab = expand(ab, x)
     return jnp.sqrt(ab), jnp.sqrt(1 - ab)
 
 
-def _x0(pred: Array, x: Array, a: Array, s: Array, prediction_type: str) -> Array:
+def _x0(pred: Values, x: Values, a: Array, s: Array, prediction_type: str) -> Values:
     if prediction_type == "epsilon":
         return (x - s * pred) / a
     if prediction_type == "v_prediction":
@@ -98,7 +98,7 @@ def _x0(pred: Array, x: Array, a: Array, s: Array, prediction_type: str) -> Arra
     return pred
 
 
-def _eps(pred: Array, x: Array, a: Array, s: Array, prediction_type: str) -> Array:
+def _eps(pred: Values, x: Values, a: Array, s: Array, prediction_type: str) -> Values:
     if prediction_type == "epsilon":
         return pred
     if prediction_type == "v_prediction":
@@ -132,7 +132,7 @@ def check_terminal_snr(ab: Level, prediction_type: str) -> None:
         )
 
 
-def scale_input(x: Array, row: Grid | SigmaGrid, prediction_type: str) -> Array:
+def scale_input(x: Values, row: Grid | SigmaGrid, prediction_type: str) -> Values:
     """What the network is fed at state x of a grid's row.
 
     In sigma space a network trained on a VP schedule sees x / sqrt(1 + sigma^2), and an `edm` one sees x.
@@ -142,7 +142,7 @@ def scale_input(x: Array, row: Grid | SigmaGrid, prediction_type: str) -> Array:
     return (x / jnp.sqrt(1 + row.sigma**2)).astype(x.dtype)
 
 
-def read(pred: Array, x: Array, row: Grid | SigmaGrid, prediction_type: str) -> tuple[Array, Array]:
+def read(pred: Values, x: Values, row: Grid | SigmaGrid, prediction_type: str) -> tuple[Values, Values]:
     """Reads the network's output at state x of a grid's row as (x_0, eps), in the wider of the two dtypes."""
     if not isinstance(row, SigmaGrid):
         a, s = jnp.sqrt(row.ab), jnp.sqrt(1 - row.ab)
@@ -156,7 +156,7 @@ def read(pred: Array, x: Array, row: Grid | SigmaGrid, prediction_type: str) -> 
 
 
 def dynamic_threshold(
-    x0: Float[Array, "batch *dims"], quantile: float = 0.995, max_value: float = 1.0
+    x0: Float[ArrayLike, "batch *dims"], quantile: float = 0.995, max_value: float = 1.0
 ) -> Float[Array, "batch *dims"]:
     """Keeps each sample in [-1, 1] by its own scale: s = clip(quantile of |x0|, 1, max_value), x0 <- clip(x0, -s, s) / s."""
     magnitudes = jnp.abs(x0).reshape(x0.shape[0], -1)
@@ -164,7 +164,7 @@ def dynamic_threshold(
     return jnp.clip(x0, -s, s) / s
 
 
-def clip_x0(x0: Array, clip: Any | Callable[[Array], Array] | None) -> Array:
+def clip_x0(x0: Values, clip: Any | Callable[[Array], Array] | None) -> Values:
     """Applies a sampler's `clip`: nothing for None, a range r for [-r, r], or any function of x_0."""
     if clip is None:
         return x0

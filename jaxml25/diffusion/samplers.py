@@ -29,10 +29,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike, Real
 
 from jaxml25.diffusion import checks, predictions
-from jaxml25.diffusion.schedules import Grid, Scalar, SigmaGrid, expand, safe_sqrt
+from jaxml25.diffusion.schedules import Grid, Scalar, SigmaGrid, Values, expand, safe_sqrt
 
 Clip = Scalar | Callable[[Array], Array] | None
 VARIANCES = ("fixed_small", "fixed_large", "learned_range")
@@ -75,7 +75,7 @@ class Step:
         """Whether the step uses its noise."""
         return True
 
-    def scale_input(self, x: Array, row: Grid | SigmaGrid) -> Array:
+    def scale_input(self, x: Values, row: Grid | SigmaGrid) -> Values:
         """What the network is fed at state x."""
         return predictions.scale_input(x, row, self.prediction_type)
 
@@ -91,7 +91,7 @@ class Step:
         if not hasattr(grid, "sigma"):
             predictions.check_terminal_snr(grid.ab, self.prediction_type)
 
-    def read(self, x: Array, pred: Array, row: Grid | SigmaGrid) -> tuple[Array, Array]:
+    def read(self, x: Values, pred: Values, row: Grid | SigmaGrid) -> tuple[Values, Values]:
         """Reads the network's output as (x_0 after clipping, eps before it)."""
         x0, eps = predictions.read(pred, x, row, self.prediction_type)
         return predictions.clip_x0(x0, self.clip), eps
@@ -105,7 +105,7 @@ class Ddpm(Step):
     variance: str = static("fixed_small")
     channel_axis: int = static(-1)
 
-    def __call__(self, x: Array, pred: Array, row: Grid, noise: Array) -> tuple[Array, Array]:
+    def __call__(self, x: Values, pred: Values, row: Grid, noise: Values) -> tuple[Array, Array]:
         """Takes one step; see the module's equations."""
         fraction = None
         if self.variance == "learned_range":
@@ -161,7 +161,7 @@ class Ddim(Step):
         """Whether eta may differ from 0."""
         return not checks.is_concrete(self.eta) or bool(self.eta != 0)
 
-    def __call__(self, x: Array, pred: Array, row: Grid, noise: Array) -> tuple[Array, Array]:
+    def __call__(self, x: Values, pred: Values, row: Grid, noise: Values) -> tuple[Array, Array]:
         """Takes one step; see the module's equations."""
         x0, eps = self.read(x, pred, row)
         remaining, remaining_prev = 1 - row.ab, 1 - row.ab_prev
@@ -211,7 +211,7 @@ class Euler(Step):
         """Whether the churn may differ from 0."""
         return not checks.is_concrete(self.churn) or bool(self.churn != 0)
 
-    def perturb(self, x: Array, row: SigmaGrid, noise: Array) -> tuple[Array, SigmaGrid]:
+    def perturb(self, x: Values, row: SigmaGrid, noise: Values) -> tuple[Values, SigmaGrid]:
         """Raises the noise level before the network is called (churn): the state and the row to go on from."""
         if not self.stochastic:
             return x, row
@@ -221,7 +221,7 @@ class Euler(Step):
         added = self.churn_noise * row.sigma * safe_sqrt(gamma * (2 + gamma))
         return (x + added * noise).astype(x.dtype), row._replace(t=sigma, sigma=sigma)
 
-    def __call__(self, x: Array, pred: Array, row: SigmaGrid, noise: Array) -> tuple[Array, Array]:
+    def __call__(self, x: Values, pred: Values, row: SigmaGrid, noise: Values) -> tuple[Array, Array]:
         """Takes one Euler step from a state that has been perturbed already; the noise is not used."""
         x0, _ = self.read(x, pred, row)
         x_next = x + (row.sigma_next - row.sigma) * (x - x0) / row.sigma
@@ -233,7 +233,7 @@ class Euler(Step):
 class Heun(Euler):
     """See `heun`."""
 
-    def correct(self, x: Array, x0: Array, row: SigmaGrid, x_euler: Array, pred: Array, t_next: Array) -> Array:
+    def correct(self, x: Values, x0: Values, row: SigmaGrid, x_euler: Values, pred: Values, t_next: Scalar) -> Array:
         """Replaces an Euler step by the trapezoidal one.
 
         Args:
@@ -314,7 +314,7 @@ class EulerAncestral(Step):
 
     space = "sigma"
 
-    def __call__(self, x: Array, pred: Array, row: SigmaGrid, noise: Array) -> tuple[Array, Array]:
+    def __call__(self, x: Values, pred: Values, row: SigmaGrid, noise: Values) -> tuple[Array, Array]:
         """Takes one step; see the module's equations."""
         x0, _ = self.read(x, pred, row)
         sigma, target = row.sigma, row.sigma_next
@@ -330,14 +330,14 @@ def euler_ancestral(prediction_type: str = "epsilon", clip: Clip = None) -> Eule
     return EulerAncestral(prediction_type=prediction_type, clip=as_clip(clip))
 
 
-def edm_coefficients(sigma: Scalar, sigma_data: Scalar = 0.5) -> tuple[Array, Array, Array, Array]:
+def edm_coefficients(sigma: Real[ArrayLike, "..."], sigma_data: Scalar = 0.5) -> tuple[Array, Array, Array, Array]:
     """EDM's (c_skip, c_out, c_in, c_noise) at a noise level, which keep a network's input and target at variance 1."""
     total = jnp.asarray(sigma) ** 2 + sigma_data**2
     root = jnp.sqrt(total)
     return sigma_data**2 / total, sigma * sigma_data / root, 1 / root, 0.25 * jnp.log(jnp.asarray(sigma))
 
 
-def edm_denoised(output: Array, x: Array, sigma: Scalar, sigma_data: Scalar = 0.5) -> Array:
+def edm_denoised(output: Values, x: Values, sigma: Scalar, sigma_data: Scalar = 0.5) -> Array:
     """The denoised sample D = c_skip x + c_out F of a preconditioned network's output F at state x."""
     c_skip, c_out, _, _ = edm_coefficients(sigma, sigma_data)
     return (c_skip * x + c_out * output).astype(x.dtype)
@@ -370,7 +370,7 @@ class Flow(Step):
         """Whether kappa may differ from 0."""
         return not checks.is_concrete(self.kappa) or bool(self.kappa != 0)
 
-    def scale_input(self, x: Array, row: SigmaGrid) -> Array:
+    def scale_input(self, x: Values, row: SigmaGrid) -> Values:
         """A flow's network is fed x itself."""
         return x
 
@@ -385,7 +385,7 @@ class Flow(Step):
         if self.diffusion == "flow_grpo" and checks.is_concrete(s) and np.any(np.asarray(s) >= 1):
             raise ValueError(f"grid must have sigma < 1 for diffusion 'flow_grpo', got {float(np.max(np.asarray(s)))}")
 
-    def __call__(self, x: Array, pred: Array, row: SigmaGrid, noise: Array) -> tuple[Array, Array]:
+    def __call__(self, x: Values, pred: Values, row: SigmaGrid, noise: Values) -> tuple[Array, Array]:
         """Takes one step; see the module's equations."""
         s, change = row.sigma, row.sigma_next - row.sigma
         x0 = x - s * pred

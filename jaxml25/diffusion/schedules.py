@@ -25,6 +25,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Real
 from jaxml25.diffusion import checks
 
 Scalar = Real[ArrayLike, ""]  # a number: Python's, NumPy's or an array that may be traced
+Values = Float[ArrayLike, "..."]  # the same of any shape
 
 KINDS = ("linear", "scaled_linear", "cosine", "sigmoid")
 SPACINGS = ("leading", "linspace", "linspace_dpm", "trailing")
@@ -286,39 +287,39 @@ def safe_sqrt(x: ArrayLike) -> Array:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
-def expand(level: ArrayLike, x: Array) -> Array:
+def expand(level: ArrayLike, x: ArrayLike) -> Array:
     """Appends axes to a level per sample, or to one for all, so that it broadcasts against x from the left."""
     level = jnp.asarray(level)
-    return level.reshape(level.shape + (1,) * (x.ndim - level.ndim))
+    return level.reshape(level.shape + (1,) * (jnp.ndim(x) - level.ndim))
 
 
 def q_sample(
     schedule: Schedule,
-    x0: Float[Array, "batch *dims"],
+    x0: Float[ArrayLike, "batch *dims"],
     t: Int[ArrayLike, "batch"] | Int[ArrayLike, ""],
-    noise: Float[Array, "batch *dims"],
+    noise: Float[ArrayLike, "batch *dims"],
 ) -> Float[Array, "batch *dims"]:
     """Draws from the forward process (VP): sqrt(ab_t) x0 + sqrt(1 - ab_t) noise, with one level per sample or for all."""
     ab = expand(schedule.alphas_cumprod[jnp.asarray(t)], x0)
     return (jnp.sqrt(ab) * x0 + jnp.sqrt(1 - ab) * noise).astype(x0.dtype)
 
 
-def q_sample_ve(x0: Float[Array, "batch *dims"], sigma: Real[ArrayLike, "..."], noise: Array) -> Array:
+def q_sample_ve(x0: Float[ArrayLike, "batch *dims"], sigma: Real[ArrayLike, "..."], noise: Values) -> Array:
     """Draws from the VE forward process: x0 + sigma noise."""
     return (x0 + expand(sigma, x0) * noise).astype(x0.dtype)
 
 
-def q_sample_flow(x0: Float[Array, "batch *dims"], s: Real[ArrayLike, "..."], noise: Array) -> Array:
+def q_sample_flow(x0: Float[ArrayLike, "batch *dims"], s: Real[ArrayLike, "..."], noise: Values) -> Array:
     """Draws from the flow's path: (1 - s) x0 + s noise."""
     s = expand(s, x0)
     return ((1 - s) * x0 + s * noise).astype(x0.dtype)
 
 
-def vp_from_ve(x: Array, sigma: Real[ArrayLike, "..."]) -> Array:
+def vp_from_ve(x: Values, sigma: Real[ArrayLike, "..."]) -> Array:
     """The VP state of a VE state at noise level sigma: x / sqrt(1 + sigma^2)."""
     return (x / jnp.sqrt(1 + expand(sigma, x) ** 2)).astype(x.dtype)
 
 
-def ve_from_vp(x: Array, ab: Float[ArrayLike, "..."]) -> Array:
+def ve_from_vp(x: Values, ab: Float[ArrayLike, "..."]) -> Array:
     """The VE state of a VP state at level ab > 0: x / sqrt(ab)."""
     return (x / jnp.sqrt(expand(ab, x))).astype(x.dtype)

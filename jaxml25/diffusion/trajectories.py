@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from jaxml25.diffusion import checks
 
@@ -24,7 +24,7 @@ REMATS = ("none", "step", "sqrt")
 COLLECTABLE = ("x_t", "x0_hat")
 
 
-def predict(step_fn: Callable, denoise: Denoise, x: Array, row: Any, cond: Any = None) -> Array:
+def predict(step_fn: Callable, denoise: Denoise, x: ArrayLike, row: Any, cond: Any = None) -> Array:
     """Calls the network at a grid's row the way `step_fn` wants it: input scaled, t repeated over the batch."""
     scale_input = getattr(step_fn, "scale_input", None)
     x = x if scale_input is None else scale_input(x, row)
@@ -35,8 +35,8 @@ def sample(
     step_fn: Callable,
     denoise: Denoise,
     grid: Any,
-    x_T: Float[Array, "batch *dims"],
-    noise: Float[Array, "..."] | None,
+    x_T: Float[ArrayLike, "batch *dims"],
+    noise: Float[ArrayLike, "..."] | None,
     cond: Any = None,
     *,
     remat: str = "none",
@@ -68,6 +68,8 @@ def sample(
     for name in collect:
         checks.one_of("collect", name, COLLECTABLE)
     n = grid.t.shape[0]
+    x_T = jnp.asarray(x_T)
+    noise = None if noise is None else jnp.asarray(noise)
     _check(step_fn, grid, x_T, noise, n)
     body = _body(step_fn, denoise, cond, tuple(collect))
     init = getattr(step_fn, "init", None)
