@@ -190,7 +190,9 @@ def none(key: Draws, log_weights: LogWeights, num: int) -> Int[Array, "{num}"]:
       0, ..., num - 1.
     """
     if num != log_weights.shape[0]:
-        raise ValueError(f"num must equal the number of particles when nothing is resampled, got {num} and {log_weights.shape[0]}")
+        raise ValueError(
+            f"num must equal the number of particles when nothing is resampled, got {num} and {log_weights.shape[0]}"
+        )
     return jnp.arange(num, dtype=jnp.int32)
 
 
@@ -360,7 +362,9 @@ def _ancestors_below_edges(
     return _nearest_alive(jnp.searchsorted(edges, jnp.arange(num), side="right"), weights)
 
 
-def _split_expected(weights: Float[Array, "particles"], num: int) -> tuple[Int[Array, "particles"], Float[Array, "particles"]]:
+def _split_expected(
+    weights: Float[Array, "particles"], num: int
+) -> tuple[Int[Array, "particles"], Float[Array, "particles"]]:
     """Splits M W into whole copies and fractions; a fraction that is only rounding below 1 is a copy."""
     expected = num * weights / jnp.sum(weights)
     slack = 4 * jnp.finfo(weights.dtype).eps * expected
