@@ -4,9 +4,10 @@ import dataclasses
 import math
 
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool
 
 from jaxml25.diffusion import checks, potentials, resampling
+from jaxml25.diffusion.schedules import Scalar
 
 VARIANTS = ("smc", "reference_image", "reference_text")
 OUTPUTS = ("best", "sample", "weighted", "resampled")
@@ -43,13 +44,13 @@ class Config:
     """
 
     potential: str | potentials.Potential = "diff"
-    lam: Float[Array | np.ndarray, ""] | float | int = 10.0
+    lam: Scalar = 10.0
     resample: str = "systematic"
-    every: int = 20
-    start: int = 20
-    stop: int = 80
+    every: int | np.integer = 20
+    start: int | np.integer = 20
+    stop: int | np.integer = 80
     ess_threshold: float | None = 0.5
-    r_min: Float[Array | np.ndarray, ""] | float | int = 0.0
+    r_min: Scalar = 0.0
     variant: str = "smc"
     output: str = "best"
     reward_at: str = "prev"

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxml25.diffusion import resampling
+from jaxml25.diffusion.schedules import Scalar
 
 LARGEST_WEIGHT = 1e10
 VARIANTS = ("reference_image", "reference_text")
@@ -45,14 +46,14 @@ class Replay(NamedTuple):
     resampled: Bool[Array, "steps"]
 
 
-def init(num_particles: int, r_min: Float[Array, ""] | float = 0.0) -> State:
+def init(num_particles: int, r_min: Scalar = 0.0) -> State:
     """Starts with the reward `r_min` and an empty product."""
     running = jnp.full((num_particles,), r_min, jnp.result_type(float))
     return State(running, jnp.ones_like(running))
 
 
 def weigh(
-    state: State, rewards: Float[Array, "particles"], *, potential: str, lam: Float[Array, ""] | float, last: bool
+    state: State, rewards: Float[Array, "particles"], *, potential: str, lam: Scalar, last: bool
 ) -> tuple[Float[Array, "particles"], State]:
     """Returns the clamped weights, and the state as it will be if the step draws (see `settle`)."""
     if potential == "max":

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxml25.diffusion import resampling, samplers, schedules, trajectories
 from jaxml25.diffusion.particle_kernels import in_chunks
+from jaxml25.diffusion.schedules import Scalar
 
 
 class RewardInfo(NamedTuple):
@@ -171,7 +172,7 @@ def value_loss(
     x0: Float[Array, "batch *dims"],
     rewards: Float[Array, "batch"],
     *,
-    lam: Float[Array, ""] | float | None = None,
+    lam: Scalar | None = None,
 ) -> Float[Array, ""]:
     """Loss whose minimiser is a value function: regresses the rewards of clean data on noised data.
 

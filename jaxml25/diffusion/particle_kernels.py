@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jaxml25.diffusion import checks, masked, samplers, trajectories
+from jaxml25.diffusion.schedules import Scalar
 
 
 class Kernel(NamedTuple):
@@ -112,8 +113,8 @@ def from_sampler(
     cond: Any = None,
     *,
     guidance: Callable[[Float[Array, "particles *dims"]], Float[Array, "particles"]] | None = None,
-    guidance_scale: Float[Array, ""] | float = 1.0,
-    jitter: Float[Array, ""] | float = 0.0,
+    guidance_scale: Scalar = 1.0,
+    jitter: Scalar = 0.0,
     microbatch: int | None = None,
     axis_name: str | None = None,
     dtype: Any = None,

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxml25.diffusion import checks
+from jaxml25.diffusion.schedules import Scalar
 
 Rewards = Float[Array, "particles"]
-Scale = Float[Array, ""] | float
 Last = Bool[Array, ""] | bool
 
 
@@ -51,13 +51,13 @@ class Running(NamedTuple):
     r_min: Rewards
 
 
-def _init(num_particles: int, r_min: Scale = 0.0) -> Running:
+def _init(num_particles: int, r_min: Scalar = 0.0) -> Running:
     """Starts all particles at the reward `r_min`."""
     start = jnp.full((num_particles,), r_min, jnp.result_type(float))
     return Running(start, jnp.zeros_like(start), start)
 
 
-def _update_diff(state: Running, rewards: Rewards, lam: Scale, last: Last) -> tuple[Rewards, Running]:
+def _update_diff(state: Running, rewards: Rewards, lam: Scalar, last: Last) -> tuple[Rewards, Running]:
     """log G = lambda (r_t - r_{t+1}); the last one also makes up for a lambda that changed on the way."""
     log_g = tilt(lam, rewards - state.statistic)
     owed = tilt(lam, state.statistic - state.r_min) - state.log_product
@@ -65,22 +65,22 @@ def _update_diff(state: Running, rewards: Rewards, lam: Scale, last: Last) -> tu
     return log_g, _advance(state, rewards, log_g)
 
 
-def _update_max(state: Running, rewards: Rewards, lam: Scale, last: Last) -> tuple[Rewards, Running]:
+def _update_max(state: Running, rewards: Rewards, lam: Scalar, last: Last) -> tuple[Rewards, Running]:
     """log G = lambda m_t, the best reward of the path so far."""
     return _update_statistic(state, jnp.maximum(state.statistic, rewards), rewards, lam, last)
 
 
-def _update_add(state: Running, rewards: Rewards, lam: Scale, last: Last) -> tuple[Rewards, Running]:
+def _update_add(state: Running, rewards: Rewards, lam: Scalar, last: Last) -> tuple[Rewards, Running]:
     """log G = lambda s_t, the sum of the path's rewards so far."""
     return _update_statistic(state, state.statistic + rewards, rewards, lam, last)
 
 
-def _update_current(state: Running, rewards: Rewards, lam: Scale, last: Last) -> tuple[Rewards, Running]:
+def _update_current(state: Running, rewards: Rewards, lam: Scalar, last: Last) -> tuple[Rewards, Running]:
     """log G = lambda r_t."""
     return _update_statistic(state, rewards, rewards, lam, last)
 
 
-def _update_importance(state: Running, rewards: Rewards, lam: Scale, last: Last) -> tuple[Rewards, Running]:
+def _update_importance(state: Running, rewards: Rewards, lam: Scalar, last: Last) -> tuple[Rewards, Running]:
     """log G = 0 until the end: plain importance sampling."""
     return jnp.where(last, tilt(lam, rewards), 0), state
 
@@ -98,7 +98,7 @@ def _advance(state: Running, statistic: Rewards, log_g: Rewards) -> Running:
     )
 
 
-def tilt(lam: Scale, rewards: Rewards) -> Rewards:
+def tilt(lam: Scalar, rewards: Rewards) -> Rewards:
     """Computes lambda r, which is 0 at lambda = 0 even for r = -inf."""
     return jnp.where(jnp.asarray(lam) == 0, 0, lam * rewards)
 
