@@ -21,7 +21,6 @@ Reference: M. Gerber, N. Chopin and N. Whiteley, "Negative association, ordering
 Annals of Statistics 47(4), 2019 (arXiv 1707.01845).
 """
 
-import difflib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxml25.diffusion import checks
 
 Draws = Key[Array, ""] | Float[Array | np.ndarray, "*draws"]  # a key, or the uniforms in [0, 1) that it would have drawn
 LogWeights = Float[Array | np.ndarray, "particles"]
@@ -213,10 +214,7 @@ def get(name: str) -> Scheme:
     Raises:
       ValueError: if there is none; the message lists the names.
     """
-    if name not in SCHEMES:
-        near = difflib.get_close_matches(name, SCHEMES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"resample must be one of {', '.join(SCHEMES)}, got {name!r}{hint}")
+    checks.one_of("resample", name, tuple(SCHEMES))
     return SCHEMES[name]
 
 

@@ -1,3 +1,4 @@
+import os
 import pathlib
 import subprocess
 import sys
@@ -92,9 +93,8 @@ def test_zero_weights_have_no_offspring_even_at_the_outer_edges(name):
     last_below_one = np.nextafter(np.float32(1), np.float32(0))
     draws = [jax.random.key(i) for i in range(20)]
     draws += [jnp.full((uniform_count,), u, jnp.float32) for u in (0.0, last_below_one)]
-    run = jax.jit(resampling.get(name), static_argnums=2)
     for draw in draws:
-        ancestors = np.asarray(run(draw, log_weights, 64))
+        ancestors = np.asarray(resampling.get(name)(draw, log_weights, 64))
         assert np.all(alive[ancestors])
 
 
@@ -171,7 +171,8 @@ def resample(key, log_weights, particles):
     everyone = resampling.gather_log_weights(log_weights, "particles")
     return resampling.take(particles, resampling.systematic(key, everyone, 64), axis_name="particles")
 mesh = jax.make_mesh((8,), ("particles",), axis_types=(jax.sharding.AxisType.Auto,))
-spread = jax.jit(jax.shard_map(resample, mesh=mesh, in_specs=(P(), P("particles"), P("particles")), out_specs=P("particles")))
+split = P("particles")
+spread = jax.jit(jax.shard_map(resample, mesh=mesh, in_specs=(P(), split, split), out_specs=split))
 alone = resampling.take(particles, resampling.systematic(jax.random.key(1), log_weights, 64))
 for name, leaf in spread(jax.random.key(1), log_weights, particles).items():
     assert len(leaf.sharding.device_set) == 8
@@ -183,11 +184,6 @@ def test_eight_devices_exchange_the_same_particles_as_one(tmp_path):
     script = tmp_path / "sharded.py"
     script.write_text('import os\nos.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"\n' + SHARDED)
     root = pathlib.Path(__file__).parent.parent.parent
-    outcome = subprocess.run([sys.executable, str(script)], cwd=root, env=_environment(root), capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    outcome = subprocess.run([sys.executable, str(script)], cwd=root, env=environment, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr
-
-
-def _environment(root):
-    import os
-
-    return os.environ | {"PYTHONPATH": str(root)}
