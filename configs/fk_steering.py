@@ -8,8 +8,8 @@ Three miniatures and the publication's image runs:
   Expect 4 particles to earn more reward than the best of 8 independent samples.
 - `text` (a minute): a masked character model of Python's documentation, steered towards likely text and towards a rare attribute.
   Expect 8 particles to show the attribute three times as often as the best of 8.
-- `paper`: K = 4, the `max` potential, lambda = 10, 100 DDIM steps with eta = 1, scored at 20, 40, 60, 80 and the last, on a pretrained
-  text-to-image model that you bring as `config.images.model = "your_module:load"` (see `experiments/fk_images.py`).
+- `paper`: K = 4, the `max` potential, lambda = 10, 100 DDIM steps with eta = 1, scored at 20, 40, 60, 80 and the last, on a
+  pretrained text-to-image model that you bring as `config.images.model = "your_module:load"` (see `experiments/fk_images.py`).
 
 `small` runs the three miniatures in about three minutes on two CPU cores; `smoke` is what the tests run.
 

@@ -74,7 +74,7 @@ class Tasks:
     # Resampling ----------------------------------------------------------------------------------------------------------
 
     def resample(self, scheme, particles, repeats):
-        weights = np.random.dirichlet(np.ones(particles))
+        weights = np.random.default_rng(0).dirichlet(np.ones(particles))
         start = time.perf_counter()
         for _ in range(repeats):
             resampling.resampling(scheme, weights)

@@ -28,7 +28,7 @@ class Metrics:
         self._file = self._events = None
         if enabled:
             shutil.rmtree(directory / "tensorboard", ignore_errors=True)
-            self._file = open(directory / "metrics.jsonl", "w", encoding="utf-8")
+            self._file = (directory / "metrics.jsonl").open("w", encoding="utf-8")
             self._events = SummaryWriter(str(directory / "tensorboard"))
 
     def write(self, scalars: Mapping[str, Any], *, step: int | None = None, namespace: str = "") -> dict[str, Any]:
