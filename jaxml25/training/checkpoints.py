@@ -3,19 +3,26 @@
 A checkpoint holds the train state (parameters, optimiser, average, key, step) and a small JSON record (state of the data
 iterator, what was logged so far). Orbax writes it in the background under a temporary name and renames it when it is complete,
 so a killed process leaves whole checkpoints only. What the disk did to them since is caught by a fingerprint: a weighted sum of
-the bits of every leaf, computed on the devices that hold it. A checkpoint that cannot be read or does not match is moved aside,
-with a warning, and the one before it is taken.
+the bits of every leaf, computed on the devices that hold it, and a checksum of the record. A checkpoint that cannot be read or
+does not match is moved aside, with a warning, and the one before it is taken.
 """
 
+import contextlib
+import gc
+import json
 import logging
 import math
 import pathlib
 import shutil
+import sys
 import warnings
+import zlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt
@@ -74,13 +81,16 @@ class Checkpointer:
         Args:
           step: its number; one that exists is left alone.
           state: may be donated as soon as this returns.
-          record: what JSON can hold.
+          record: what JSON can hold; with several processes, the first one's is kept.
           metrics: with the metric named `best`, if there is one.
         """
         if step in self._manager.all_steps():
             return
         plain = _without_key_types(state)
-        record = {**record, "structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
+        # A copy, since the caller goes on appending to what Orbax writes later.
+        record = json.loads(json.dumps(record))
+        record |= {"structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
+        record["checksum"] = _checksum(record)
         chosen = {self._best: metrics[self._best]} if self._best and metrics and self._best in metrics else None
         args = ocp.args.Composite(state=ocp.args.StandardSave(plain), record=ocp.args.JsonSave(record))
         self._manager.save(step, args=args, metrics=chosen)
@@ -90,16 +100,25 @@ class Checkpointer:
 
         Raises:
           ValueError: if a sound checkpoint is of another structure or shape than `like`.
+          OSError, MemoryError, jax.errors.JaxRuntimeError: where it is not the checkpoint's fault: a file that may not be
+            read, or a device without the memory for it.
         """
         for step in sorted(self._manager.all_steps(), reverse=True):
-            try:
-                return self._restore(step, like)
-            except _Mismatch as error:
-                raise ValueError(f"the checkpoint {self._directory / str(step)} is of another model: {error}") from error
-            except Exception as error:  # a damaged file surfaces as anything from KeyError to XlaRuntimeError
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                warnings.warn(f"skipping the damaged checkpoint {self._directory / str(step)}: {reason[:200]}", stacklevel=2)
-                self._set_aside(step)
+            restored = reason = None
+            with _without_afterthoughts():
+                try:
+                    restored = self._restore(step, like)
+                except _Mismatch as error:
+                    raise ValueError(f"the checkpoint {self._directory / str(step)} is of another model: {error}") from error
+                except Exception as error:  # a damaged file surfaces as anything from KeyError to JaxRuntimeError
+                    if isinstance(error, PermissionError | MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+                        raise
+                    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            if _everywhere(restored is not None):
+                return restored
+            reason = reason or "another process cannot read it"
+            warnings.warn(f"skipping the damaged checkpoint {self._directory / str(step)}: {reason[:200]}", stacklevel=2)
+            self._set_aside(step)
         return None
 
     def wait(self) -> None:
@@ -113,6 +132,8 @@ class Checkpointer:
     def _restore(self, step: int, like: TrainState) -> Restored:
         plain = _without_key_types(like)
         record = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+        if record.pop("checksum") != _checksum(record):
+            raise OSError("its record is not what was written")
         _check_structure(record.pop("structure"), _structure(plain))
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), plain)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
@@ -134,6 +155,29 @@ class Checkpointer:
 
 class _Mismatch(Exception):
     pass
+
+
+@contextlib.contextmanager
+def _without_afterthoughts() -> Iterator[None]:
+    """Keeps the reads that Orbax gives up after one has failed from printing a traceback each."""
+    before, level = sys.unraisablehook, logging.getLogger("absl").level
+    sys.unraisablehook = lambda unraisable: None
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        gc.collect()
+        sys.unraisablehook = before
+        logging.getLogger("absl").setLevel(level)
+
+
+def _everywhere(fine: bool) -> bool:
+    """Whether it is so on every process."""
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(fine)))) if jax.process_count() > 1 else fine
+
+
+def _checksum(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _without_key_types(state: TrainState) -> TrainState:

@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Key
 
 from jaxml25.training import ema
-from jaxml25.training.train_state import TrainState
+from jaxml25.training.train_state import TrainState, join, trained
 
 LossFn = Callable[[Any, Key[Array, ""], Any], tuple[Array, dict[str, Array]]]
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]]
@@ -42,8 +42,9 @@ def make_step(
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(state.key, state.step)
         gradient, metrics = _gradient(loss_fn, state.params, key, batch, accumulate)
-        updates, opt_state = optimiser.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        leaves = trained(state.params)
+        updates, opt_state = optimiser.update(gradient, state.opt_state, leaves)
+        params = join(optax.apply_updates(leaves, updates), state.params)
         average = state.ema if ema_decay is None else ema.update(state.ema, params, state.step, ema_decay)
         # A loss that is finite can still have a gradient or an update that is not, so the guard sees those too.
         metrics |= {"grad_norm": optax.global_norm(gradient), "update_norm": optax.global_norm(updates)}
@@ -54,7 +55,10 @@ def make_step(
 
 def _gradient(loss_fn: LossFn, params: Any, key: Key[Array, ""], batch: Any, accumulate: int):
     def evaluate(key, batch):
-        (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, key, batch)
+        def loss_of(leaves):
+            return loss_fn(join(leaves, params), key, batch)
+
+        (loss, aux), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained(params))
         return gradient, {"loss": loss, **aux}
 
     if accumulate == 1:
@@ -65,9 +69,8 @@ def _gradient(loss_fn: LossFn, params: Any, key: Key[Array, ""], batch: Any, acc
 
     parts = jax.tree.map(lambda leaf: _split(leaf, accumulate), batch)
     inputs = (jax.random.split(key, accumulate), parts)
-    first = jax.tree.map(lambda leaf: leaf[0], inputs)
-    rest = jax.tree.map(lambda leaf: leaf[1:], inputs)
-    total, _ = jax.lax.scan(add, evaluate(*first), rest)
+    shapes = jax.eval_shape(evaluate, *jax.tree.map(lambda leaf: leaf[0], inputs))
+    total, _ = jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), inputs)
     return jax.tree.map(lambda leaf: leaf / accumulate, total)
 
 
