@@ -27,7 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxml25.training.metrics import Metrics
 
 Item = TypeVar("Item")
-_OURS = ("config.json", "summary.json", "metrics.jsonl", "checkpoints", "tensorboard", "figures")
+# In this order: a folder whose removal was cut short still says what it held.
+_OURS = ("checkpoints", "tensorboard", "figures", "metrics.jsonl", "summary.json", "config.json")
 _SECONDS_BETWEEN_LINES = 10
 
 

@@ -9,7 +9,7 @@ def get_config(variant: str = "small") -> ConfigDict:
             "experiment": "tests.experiments.tiny_experiment",
             "variant": variant,
             "seed": 0,
-            "mesh": {"data": -1},
+            "mesh": {"data": -1, "model": 1},
             "steps": 40,
             "log_every": 4,
             "checkpoint_every": 10,
