@@ -7,17 +7,16 @@ the bits of every leaf, computed on the devices that hold it, and a checksum of 
 does not match is moved aside, with a warning, and the one before it is taken.
 """
 
-import contextlib
-import gc
+import functools
 import json
 import logging
 import math
 import pathlib
+import re
 import shutil
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +53,7 @@ class Checkpointer:
     def __init__(self, directory: pathlib.Path, *, keep: int = 3, best: str | None = None):
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every phase of every save
+        _hush()
         self._directory = directory.absolute()
         self._best = best
         policies = [checkpoint_managers.LatestN(keep)]
@@ -105,15 +104,14 @@ class Checkpointer:
         """
         for step in sorted(self._manager.all_steps(), reverse=True):
             restored = reason = None
-            with _without_afterthoughts():
-                try:
-                    restored = self._restore(step, like)
-                except _Mismatch as error:
-                    raise ValueError(f"the checkpoint {self._directory / str(step)} is of another model: {error}") from error
-                except Exception as error:  # a damaged file surfaces as anything from KeyError to JaxRuntimeError
-                    if isinstance(error, PermissionError | MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-                        raise
-                    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            try:
+                restored = self._restore(step, like)
+            except _Mismatch as error:
+                raise ValueError(f"the checkpoint {self._directory / str(step)} is of another model: {error}") from error
+            except Exception as error:  # a damaged file surfaces as anything from KeyError to JaxRuntimeError
+                if isinstance(error, PermissionError | MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+                    raise
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             if _everywhere(restored is not None):
                 return restored
             reason = reason or "another process cannot read it"
@@ -157,18 +155,23 @@ class _Mismatch(Exception):
     pass
 
 
-@contextlib.contextmanager
-def _without_afterthoughts() -> Iterator[None]:
-    """Keeps the reads that Orbax gives up after one has failed from printing a traceback each."""
-    before, level = sys.unraisablehook, logging.getLogger("absl").level
-    sys.unraisablehook = lambda unraisable: None
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        gc.collect()
-        sys.unraisablehook = before
-        logging.getLogger("absl").setLevel(level)
+@functools.cache
+def _hush() -> None:
+    """Keeps Orbax from telling every phase of every save, and from printing what it raises once more per thread and task.
+
+    A full disk or a damaged file would otherwise be hundreds of lines with the one that matters among them.
+    """
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    logging.getLogger("asyncio").addFilter(lambda record: not re.search("orbax|tensorstore", record.getMessage()))
+    before = sys.unraisablehook
+
+    def report(unraisable):
+        code = getattr(unraisable.object, "cr_code", None)
+        abandoned = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+        if not abandoned and not (code and "orbax" in code.co_filename):
+            before(unraisable)
+
+    sys.unraisablehook = report
 
 
 def _everywhere(fine: bool) -> bool:
