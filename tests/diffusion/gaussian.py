@@ -11,6 +11,11 @@ from jaxml25.diffusion import predictions, schedules, trajectories
 
 _GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "diffusion-substrate"
 
+# Steps are pytrees, so that one compilation serves every step of a kind.
+sample = jax.jit(trajectories.sample, static_argnames=("denoise", "remat", "collect"))
+step_once = jax.jit(lambda step, *args: step(*args))
+step_each = jax.jit(lambda step, *args: jax.vmap(step)(*args))
+
 
 @functools.cache
 def golden(name):
@@ -59,6 +64,9 @@ def log_snr_levels(n, high=4.0, low=-4.0):
 def law(step_fn, denoise, grid, mean_T, variance_T):
     """Mean and variance of what a sampler makes of N(mean_T, variance_T): exact, for with Gaussian data it is affine."""
     n = grid.t.shape[0]
+    if not step_fn.stochastic:
+        low, high = sample(step_fn, denoise, grid, mean_T + jnp.array([0.0, 1.0]), jnp.zeros((n, 2)))
+        return low, (high - low) ** 2 * variance_T
 
     def x_0(x_T, noise):
         return trajectories.sample(step_fn, denoise, grid, x_T[None], noise[:, None])[0]
