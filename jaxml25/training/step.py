@@ -1,0 +1,78 @@
+"""Makes a jitted training step of any loss function and any optax optimiser.
+
+With microbatches B_1 .. B_m of equal size the gradient is the mean of theirs, which for a mean loss is that of the whole batch;
+memory is that of one microbatch and one extra copy of the gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Key
+
+from jaxml25.training import ema
+from jaxml25.training.train_state import TrainState
+
+LossFn = Callable[[Any, Key[Array, ""], Any], tuple[Array, dict[str, Array]]]
+StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]]
+
+
+def make_step(
+    loss_fn: LossFn, optimiser: optax.GradientTransformation, *, ema_decay: float | None = None, accumulate: int = 1
+) -> StepFn:
+    """Builds `step(state, batch) -> (state, metrics)`, jitted; the state that is passed in is donated.
+
+    Args:
+      loss_fn: `(params, key, batch) -> (loss, scalars to log)`.
+      optimiser: any optax optimiser.
+      ema_decay: d of `ema.update`; None leaves `state.ema` alone.
+      accumulate: microbatches per step; divides the leading dimension of every array of the batch.
+
+    Returns:
+      The step. Its metrics are those of `loss_fn`, averaged over microbatches, with `loss`, `grad_norm` and `update_norm`.
+
+    Raises:
+      ValueError: if `accumulate` is below 1, or, by the step, if it does not divide the batch.
+    """
+    if accumulate < 1:
+        raise ValueError(f"accumulate must be at least 1, got {accumulate}")
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
+        key = jax.random.fold_in(state.key, state.step)
+        gradient, metrics = _gradient(loss_fn, state.params, key, batch, accumulate)
+        updates, opt_state = optimiser.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        average = state.ema if ema_decay is None else ema.update(state.ema, params, state.step, ema_decay)
+        # A loss that is finite can still have a gradient or an update that is not, so the guard sees those too.
+        metrics |= {"grad_norm": optax.global_norm(gradient), "update_norm": optax.global_norm(updates)}
+        return TrainState(state.step + 1, params, opt_state, average, state.key), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _gradient(loss_fn: LossFn, params: Any, key: Key[Array, ""], batch: Any, accumulate: int):
+    def evaluate(key, batch):
+        (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, key, batch)
+        return gradient, {"loss": loss, **aux}
+
+    if accumulate == 1:
+        return evaluate(key, batch)
+
+    def add(total, inputs):
+        return jax.tree.map(jnp.add, total, evaluate(*inputs)), None
+
+    parts = jax.tree.map(lambda leaf: _split(leaf, accumulate), batch)
+    inputs = (jax.random.split(key, accumulate), parts)
+    first = jax.tree.map(lambda leaf: leaf[0], inputs)
+    rest = jax.tree.map(lambda leaf: leaf[1:], inputs)
+    total, _ = jax.lax.scan(add, evaluate(*first), rest)
+    return jax.tree.map(lambda leaf: leaf / accumulate, total)
+
+
+def _split(leaf: Array, parts: int) -> Array:
+    if leaf.shape[0] % parts:
+        raise ValueError(f"accumulate must divide the batch of {leaf.shape[0]}, got {parts}")
+    # Row r goes to microbatch r mod m, so that each keeps an equal share of every device's rows.
+    return jnp.swapaxes(leaf.reshape(leaf.shape[0] // parts, parts, *leaf.shape[1:]), 0, 1)
