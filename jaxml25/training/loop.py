@@ -5,6 +5,7 @@ computed, and are read all at once. What a checkpoint holds beside the state (wh
 which metrics wait to be averaged) makes a resumed run repeat the uninterrupted one bit for bit on the same devices.
 """
 
+import itertools
 import math
 import signal
 import threading
@@ -55,7 +56,7 @@ def fit(
       log_every: steps per row of metrics, which are means over these steps.
       checkpoint_every: steps per checkpoint; the last step always has one.
       keep: how many of the latest checkpoints to keep.
-      best: a metric; the checkpoint after the row where it was lowest is kept too.
+      best: a metric; of the checkpoints, the one whose latest row has it lowest is kept too.
       mesh: if given, batches are this process's parts and are split over the axis `data`.
 
     Returns:
@@ -63,7 +64,7 @@ def fit(
 
     Raises:
       NonFiniteError: if a metric is NaN or infinite, naming it and its step. No checkpoint is written from that step on.
-      ValueError: if a number is below 1, `batches` cannot be resumed, or a checkpoint is of another model.
+      ValueError: if a number is below 1, `best` names no metric, `batches` cannot be resumed, or a checkpoint is of another model.
     """
     for argument, value in (("num_steps", num_steps), ("log_every", log_every), ("checkpoint_every", checkpoint_every)):
         if value < 1:
@@ -87,11 +88,11 @@ def _fit(workdir, name, state, step_fn, feed, checkpointer, num_steps, log_every
         workdir.say(f"{name}: resumed at step {start} of {num_steps}")
 
     with Interruption() as interruption, workdir.bar(name, num_steps, start) as bar:
-        unread = []
+        unread, shown = [], start
         for step in range(start + 1, num_steps + 1):
             state, metrics = step_fn(state, feed.batch(step - 1))
             unread.append(metrics)
-            stop = interruption.requested(step)
+            stop = interruption.requested()
             last = step == num_steps
             logs, saves = last or step % log_every == 0, last or stop or step % checkpoint_every == 0
             if logs or saves:
@@ -101,11 +102,12 @@ def _fit(workdir, name, state, step_fn, feed, checkpointer, num_steps, log_every
                 means = _means(waiting)
                 rows.append(workdir.log(means, step=step, namespace=name))
                 waiting = []
-                bar.advance(step % log_every or log_every, f"loss {means['loss']:.4g}")
+                bar.advance(step - shown, f"loss {means['loss']:.4g}")
+                shown = step
             if saves:
                 record = {"data": feed.get_state(), "rows": rows, "waiting": waiting}
                 checkpointer.save(step, state, record, rows[-1] if rows else None)
-            if stop and not last:
+            if stop:
                 checkpointer.wait()
                 workdir.say(f"{name}: stopped by a signal at step {step}, checkpoint written; run the same command to go on")
                 raise SystemExit(0)
@@ -137,7 +139,9 @@ class _Feed:
 
 
 class Interruption:
-    """Notices SIGTERM without losing the step under way; restores the earlier handler on leaving."""
+    """Notices SIGTERM without losing the step under way; the earlier handler is back on leaving, and has what came too late."""
+
+    _steps = itertools.count()  # over all stages: what the processes agree on is a number that must not go back
 
     def __init__(self):
         self._asked = False
@@ -149,17 +153,19 @@ class Interruption:
             self._before = signal.signal(signal.SIGTERM, self._ask)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         if self._ours:
             signal.signal(signal.SIGTERM, self._before)
+            if self._asked and kind is None:
+                signal.raise_signal(signal.SIGTERM)
 
     def _ask(self, number, frame) -> None:
         self._asked = True
 
-    def requested(self, step: int) -> bool:
-        """Whether to stop after this step; the same on every process."""
+    def requested(self) -> bool:
+        """Whether to stop after this step; to be asked once a step; the same on every process."""
         if jax.process_count() > 1:
-            return bool(multihost_utils.reached_preemption_sync_point(step))
+            return bool(multihost_utils.reached_preemption_sync_point(next(self._steps)))
         return self._asked
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 Rules = Mapping[str, tuple]
 
 
-def make_mesh(axes: Mapping[str, int], devices: list | None = None) -> Mesh:
+def make_mesh(axes: Mapping[str, int] | ConfigDict, devices: list | None = None) -> Mesh:
     """Arranges the devices of all processes.
 
     Args:
@@ -68,7 +69,7 @@ def shard_batch(batch: Any, mesh: Mesh, axis: str = "data") -> Any:
     """Joins the parts of a batch that the processes hold into global arrays, split along their leading dimension.
 
     Raises:
-      ValueError: if the mesh has no such axis, or it does not divide the global batch.
+      ValueError: if the mesh has no such axis, it does not divide the global batch, or it does not tell the processes apart.
     """
     if axis not in mesh.shape:
         raise ValueError(f"axis must be one of the mesh's {tuple(mesh.shape)}, got {axis!r}")
@@ -79,7 +80,11 @@ def shard_batch(batch: Any, mesh: Mesh, axis: str = "data") -> Any:
         total = part.shape[0] * jax.process_count()
         if total % mesh.shape[axis]:
             raise ValueError(f"batch must divide over the {mesh.shape[axis]} devices of axis {axis!r}, got {total} rows")
-        return jax.make_array_from_process_local_data(sharding, part)
+        shape = (total, *part.shape[1:])
+        own = {range(*index[0].indices(total)) for index in sharding.addressable_devices_indices_map(shape).values()}
+        if sum(map(len, own)) != part.shape[0]:
+            raise ValueError(f"axis {axis!r} must split the batch into one part per process, got the mesh {dict(mesh.shape)}")
+        return jax.make_array_from_process_local_data(sharding, part, shape)
 
     return jax.tree.map(join, batch)
 

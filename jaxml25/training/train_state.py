@@ -28,4 +28,5 @@ def init(key: Key[Array, ""], params: Any, optimiser: optax.GradientTransformati
       ema: whether to average the parameters, from a copy of these on.
     """
     average = jax.tree.map(jnp.copy, params) if ema else None
-    return TrainState(jnp.zeros((), jnp.int32), params, optimiser.init(params), average, key)
+    opt_state = jax.tree.map(jnp.copy, optimiser.init(params))  # some keep one array twice, which cannot be donated
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, average, key)

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,7 +28,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxml25.training.metrics import Metrics
 
 Item = TypeVar("Item")
-_OURS = ("config.json", "summary.json", "metrics.jsonl", "checkpoints", "tensorboard", "figures")
+# In the order they are removed: until the last of them is gone, no other run can be mistaken for this one.
+_OURS = ("checkpoints", "metrics.jsonl", "tensorboard", "figures", "summary.json", "config.json")
 _SECONDS_BETWEEN_LINES = 10
 
 
@@ -50,17 +53,25 @@ class Workdir:
         self.path = pathlib.Path(path).expanduser().absolute()
         self._leads = jax.process_index() == 0
         self._console = Console(quiet=not self._leads)
-        if self._leads:
-            try:
+        try:
+            if self._leads:
                 _prepare(self.path, config, overwrite)
-            except OSError as error:
-                raise WorkdirError(f"cannot write workdir {self.path}: {error.strerror or error}") from error
-        self._metrics = Metrics(self.path, enabled=self._leads)
+            self._metrics = Metrics(self.path, enabled=self._leads)
+        except OSError as error:
+            failure = WorkdirError(f"cannot write workdir {self.path}: {error.strerror or error}")
+        except WorkdirError as error:
+            failure = error
+        else:
+            failure = None
+        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.array(failure is not None)):
+            failure = failure or WorkdirError(f"process 0 cannot use workdir {self.path}")
+        if failure is not None:
+            raise failure
         self._start = time.perf_counter()
 
     def say(self, text: Any) -> None:
         """Prints a line, or anything rich can render."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=isinstance(text, str))
 
     def log(self, scalars: Mapping[str, Any], step: int | None = None, namespace: str = "") -> dict[str, Any]:
         """Writes a row of scalars; see `Metrics.write`."""
@@ -102,11 +113,15 @@ class Workdir:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json, whole or not at all, and closes the files."""
-        self._metrics.close()
+        self.close()
         if self._leads:
             temporary = self.path / "summary.json.tmp"
-            temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(summary, indent=2, default=_plain) + "\n", encoding="utf-8")
             temporary.replace(self.path / "summary.json")
+
+    def close(self) -> None:
+        """Closes the files of a run that is not finished."""
+        self._metrics.close()
 
     @property
     def seconds(self) -> float:
@@ -144,6 +159,10 @@ class _Lines:
             self._workdir.say(f"{self._description}: {self._done}{of} {self._note}".rstrip())
 
 
+def _plain(value: Any) -> Any:
+    return np.asarray(value).tolist()
+
+
 def _prepare(path: pathlib.Path, config: Mapping[str, Any] | None, overwrite: bool) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if overwrite:
@@ -151,9 +170,11 @@ def _prepare(path: pathlib.Path, config: Mapping[str, Any] | None, overwrite: bo
             _remove(path / name)
     if (path / "summary.json").exists():
         raise WorkdirError(f"workdir {path} holds a finished run; give another --workdir, or --overwrite to replace it")
+    if config is None:
+        return
     asked = json.loads(json.dumps(config))
     stored = _read_config(path / "config.json")
-    if config is not None and stored is not None and stored != asked:
+    if stored is not None and stored != asked:
         raise WorkdirError(
             f"workdir {path} holds an unfinished run of another configuration ({_difference(stored, asked)}); "
             "give another --workdir, or --overwrite to start anew"
