@@ -32,6 +32,7 @@ from absl import app, flags, logging
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict, config_flags
 
+import jaxml25
 from jaxml25.training import claims as claims_lib
 from jaxml25.training import loop
 from jaxml25.training.workdir import Workdir, WorkdirError
@@ -46,7 +47,7 @@ _COORDINATOR = flags.DEFINE_string(
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "how many processes run this command", lower_bound=1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "number of this process, from 0", lower_bound=0)
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "jaxml25")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -56,10 +57,10 @@ def main(arguments) -> None:
     config = _CONFIG.value
     _initialise_processes()
     try:
-        workdir = Workdir(_WORKDIR.value, config=_plain(config), overwrite=_OVERWRITE.value)
         if jax.process_count() == 1:
             signal.signal(signal.SIGTERM, _terminated)
         experiment = importlib.import_module(_module_name(config.experiment))
+        workdir = Workdir(_WORKDIR.value, config=_plain(config), overwrite=_OVERWRITE.value)
         outcome = experiment.run(config, workdir)
         summarise(config, workdir, outcome)
     except (WorkdirError, loop.NonFiniteError) as error:
@@ -121,7 +122,7 @@ def summarise(config: ConfigDict, workdir: Workdir, outcome: dict) -> None:
     workdir.finish(
         {
             "config": _plain(config),
-            "versions": {"python": platform.python_version()}
+            "versions": {"python": platform.python_version(), "jaxml25": jaxml25.__version__}
             | {name: importlib.metadata.version(name) for name in _PACKAGES},
             "devices": [str(device) for device in jax.devices()],
             "seconds": round(workdir.seconds, 1),
@@ -143,7 +144,8 @@ def params_digest(params) -> str:
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     for path, leaf in sorted(leaves, key=lambda item: item[0]):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            leaf = jax.jit(lambda x: x, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)
+            whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+            leaf = jax.jit(lambda x: x, out_shardings=whole)(leaf)
         digest.update(path.encode())
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()

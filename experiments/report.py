@@ -5,6 +5,7 @@
 The page needs nothing beside it and no network: figures are inlined, curves are SVG, and it follows the reader's light or
 dark setting. It shows what `launch.py` leaves in a workdir:
 
+    config.json      what was asked for
     summary.json     config, versions, devices, seconds, metrics, params_digest, claims (absent while a run is unfinished)
     metrics.jsonl    one JSON object a line: scalars, and the step they were logged at
     figures/*.png
@@ -63,6 +64,7 @@ class Run(NamedTuple):
 
     path: pathlib.Path
     summary: dict[str, Any] | None  # None while the run is unfinished
+    config: Any
     curves: dict[str, list[tuple[float, float]]]
     figures: list[pathlib.Path]
     notes: list[str]  # what could not be read
@@ -87,7 +89,7 @@ def read(path: pathlib.Path) -> Run:
             figures.append(figure)
         else:
             notes.append(f"figures/{figure.name} is not a PNG image")
-    return Run(path, summary, curves, figures, notes)
+    return Run(path, summary, _read_config(path, summary), curves, figures, notes)
 
 
 def _read_summary(path: pathlib.Path) -> dict[str, Any]:
@@ -101,6 +103,15 @@ def _read_summary(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(claims, list) or not all(isinstance(claim, dict) and "claim" in claim for claim in claims):
         raise ValueError('claims in summary.json is not a list of objects with a "claim"')
     return summary
+
+
+def _read_config(path: pathlib.Path, summary: dict[str, Any] | None) -> Any:
+    if summary is not None:
+        return summary.get("config")
+    try:
+        return json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a run that has not come far may not have one
+        return None
 
 
 def _read_curves(path: pathlib.Path) -> tuple[dict[str, list[tuple[float, float]]], list[str]]:
@@ -158,9 +169,10 @@ def _section(run: Run) -> str:
         parts += ["<h3>Figures</h3>", f'<div class="wall">{"".join(map(_figure, run.figures))}</div>']
     if run.curves:
         parts += ["<h3>Curves</h3>", f'<div class="wall">{"".join(_curve(*item) for item in run.curves.items())}</div>']
+    shown = summary | {"config": run.config}
     for key in ("metrics", "config", "versions", "devices", "params_digest"):
-        if summary.get(key) not in (None, {}, []):
-            rows = [[html.escape(name), _number(value)] for name, value in _flat(summary[key])]
+        if shown.get(key) not in (None, {}, []):
+            rows = [[html.escape(name), _number(value)] for name, value in _flat(shown[key])]
             opened = " open" if key == "metrics" else ""
             parts.append(f"<details{opened}><summary>{key}</summary>{_table(['', ''], rows)}</details>")
     return f"<section>{''.join(parts)}</section>"

@@ -2,12 +2,13 @@
 
 A checkpoint holds the train state (parameters, optimiser, average, key, step) and a small JSON record (state of the data
 iterator, what was logged so far). Orbax writes it in the background under a temporary name and renames it when it is complete,
-so a killed process leaves whole checkpoints only. What the disk did to them since is caught by a fingerprint: a weighted sum of
-the bits of every leaf, computed on the devices that hold it, and a checksum of the record. A checkpoint that cannot be read or
-does not match is moved aside, with a warning, and the one before it is taken.
+so a killed process leaves whole checkpoints only. What the disk did to them since is caught by a hash of the record and by a
+fingerprint of the state: a weighted sum of the bits of every leaf, computed on the devices that hold it. A checkpoint that
+cannot be read or does not match is moved aside, with a warning, and the one before it is taken.
 """
 
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -16,7 +17,6 @@ import re
 import shutil
 import sys
 import warnings
-import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -65,9 +65,9 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,  # what a killed process left half written
             create=True,
         )
-        self._options = options
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def latest_step(self) -> int | None:
@@ -82,15 +82,20 @@ class Checkpointer:
           state: may be donated as soon as this returns.
           record: what JSON can hold; with several processes, the first one's is kept.
           metrics: with the metric named `best`, if there is one.
+
+        Raises:
+          ValueError: if `metrics` has no metric named `best`.
         """
+        if self._best is not None and metrics is not None and self._best not in metrics:
+            raise ValueError(f"best must be one of the metrics {', '.join(metrics)}, got {self._best!r}")
         if step in self._manager.all_steps():
             return
         plain = _without_key_types(state)
         # A copy, since the caller goes on appending to what Orbax writes later.
         record = json.loads(json.dumps(record))
         record |= {"structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
-        record["checksum"] = _checksum(record)
-        chosen = {self._best: metrics[self._best]} if self._best and metrics and self._best in metrics else None
+        record["hash"] = _hash(record)
+        chosen = {self._best: metrics[self._best]} if self._best and metrics else None
         args = ocp.args.Composite(state=ocp.args.StandardSave(plain), record=ocp.args.JsonSave(record))
         self._manager.save(step, args=args, metrics=chosen)
 
@@ -108,9 +113,9 @@ class Checkpointer:
                 restored = self._restore(step, like)
             except _Mismatch as error:
                 raise ValueError(f"the checkpoint {self._directory / str(step)} is of another model: {error}") from error
-            except Exception as error:  # a damaged file surfaces as anything from KeyError to JaxRuntimeError
-                if isinstance(error, PermissionError | MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-                    raise
+            except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+                raise  # the checkpoint may be sound; the machine is at fault
+            except Exception as error:  # a damaged file surfaces as anything from KeyError to ValueError
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             if _everywhere(restored is not None):
                 return restored
@@ -130,7 +135,7 @@ class Checkpointer:
     def _restore(self, step: int, like: TrainState) -> Restored:
         plain = _without_key_types(like)
         record = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
-        if record.pop("checksum") != _checksum(record):
+        if record.pop("hash") != _hash(record):
             raise OSError("its record is not what was written")
         _check_structure(record.pop("structure"), _structure(plain))
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), plain)
@@ -179,13 +184,9 @@ def _everywhere(fine: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.asarray(fine)))) if jax.process_count() > 1 else fine
 
 
-def _checksum(record: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
-
-
 def _without_key_types(state: TrainState) -> TrainState:
     """Typed keys as the integers they are made of, which is what can be stored."""
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf), state)
 
 
 def _with_key_types(plain: TrainState, like: TrainState) -> TrainState:
@@ -196,7 +197,12 @@ def _with_key_types(plain: TrainState, like: TrainState) -> TrainState:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _hash(record: dict[str, Any]) -> str:
+    as_read = json.loads(json.dumps(record))  # numbers that are keys come back as text
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def _structure(tree: Any) -> dict[str, str]:
@@ -225,6 +231,8 @@ def _fingerprint(tree: Any) -> UInt[Array, ""]:
 
 
 def _words(leaf: Array) -> UInt[Array, "..."]:
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
     if leaf.dtype.itemsize >= 4 and leaf.dtype != jnp.bool_:
         return jax.lax.bitcast_convert_type(leaf, jnp.uint32)
     if jnp.issubdtype(leaf.dtype, jnp.floating):

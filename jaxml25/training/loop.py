@@ -58,7 +58,7 @@ def fit(
       log_every: steps per row of metrics, which are means over these steps.
       checkpoint_every: steps per checkpoint; the last step always has one.
       keep: how many of the latest checkpoints to keep.
-      best: a metric; the checkpoint after the row where it was lowest is kept too.
+      best: a metric; of the checkpoints, the one whose latest row has it lowest is kept too.
       mesh: if given, batches are this process's parts and are split over the axis `data`.
 
     Returns:
@@ -67,7 +67,8 @@ def fit(
     Raises:
       NonFiniteError: if a metric is NaN or infinite, or a parameter where a checkpoint is due; the message names it and the
         step. No checkpoint is written from that step on.
-      ValueError: if a number is below 1, `batches` cannot be resumed or end too early, or a checkpoint is of another model.
+      ValueError: if a number is below 1, `best` names no metric, `batches` cannot be resumed or end too early, or a checkpoint
+        is of another model.
     """
     for argument, value in (("num_steps", num_steps), ("log_every", log_every), ("checkpoint_every", checkpoint_every)):
         if value < 1:
@@ -147,10 +148,9 @@ class _Feed:
 
 
 class Interruption:
-    """Notices SIGTERM without losing the step under way; restores the earlier handler on leaving."""
+    """Notices SIGTERM without losing the step under way; the earlier handler is back on leaving, and has what came too late."""
 
-    # Several processes agree on the number of a future call, which therefore must not start anew with every stage.
-    _calls = itertools.count(1)
+    _steps = itertools.count()  # over all stages: what the processes agree on is a number that must not go back
 
     def __init__(self):
         self._asked = False
@@ -162,17 +162,19 @@ class Interruption:
             self._before = signal.signal(signal.SIGTERM, self._ask)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         if self._ours:
             signal.signal(signal.SIGTERM, self._before)
+            if self._asked and kind is None:
+                signal.raise_signal(signal.SIGTERM)
 
     def _ask(self, number, frame) -> None:
         self._asked = True
 
     def requested(self) -> bool:
-        """Whether to stop after this step; to be called once per step, and the same on every process."""
+        """Whether to stop after this step; to be asked once a step; the same on every process."""
         if jax.process_count() > 1:
-            return bool(multihost_utils.reached_preemption_sync_point(next(self._calls)))
+            return bool(multihost_utils.reached_preemption_sync_point(next(self._steps)))
         return self._asked
 
 

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 Rules = Mapping[str, tuple]
 
 
-def make_mesh(axes: Mapping[str, int], devices: list | None = None) -> Mesh:
+def make_mesh(axes: Mapping[str, int] | ConfigDict, devices: list | None = None) -> Mesh:
     """Arranges the devices of all processes.
 
     Args:

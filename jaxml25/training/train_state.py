@@ -29,7 +29,9 @@ def init(key: Key[Array, ""], params: Any, optimiser: optax.GradientTransformati
     """
     params = jax.tree.map(_array, params)
     average = jax.tree.map(jnp.copy, params) if ema else None
-    return TrainState(jnp.zeros((), jnp.int32), params, optimiser.init(trained(params)), average, key)
+    # Copied, since some optimisers keep one array twice, which cannot be donated.
+    opt_state = jax.tree.map(jnp.copy, optimiser.init(trained(params)))
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, average, key)
 
 
 def trained(params: Any) -> Any:

@@ -27,8 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxml25.training.metrics import Metrics
 
 Item = TypeVar("Item")
-# In this order: a folder whose removal was cut short still says what it held.
-_OURS = ("checkpoints", "tensorboard", "figures", "metrics.jsonl", "summary.json", "config.json")
+# In the order they are removed: until the last of them is gone, no other run can be mistaken for this one.
+_OURS = ("checkpoints", "metrics.jsonl", "tensorboard", "figures", "summary.json", "config.json")
 _SECONDS_BETWEEN_LINES = 10
 
 
@@ -125,11 +125,15 @@ class Workdir:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json, whole or not at all, and closes the files."""
-        self._metrics.close()
+        self.close()
         if self._leads:
             temporary = self.path / "summary.json.tmp"
             temporary.write_text(json.dumps(summary, indent=2, default=_as_json) + "\n", encoding="utf-8")
             temporary.replace(self.path / "summary.json")
+
+    def close(self) -> None:
+        """Closes the files of a run that is not finished."""
+        self._metrics.close()
 
     @property
     def seconds(self) -> float:
@@ -180,9 +184,11 @@ def _prepare(path: pathlib.Path, config: Mapping[str, Any] | None, overwrite: bo
             _remove(path / name)
     if (path / "summary.json").exists():
         raise WorkdirError(f"workdir {path} holds a finished run; give another --workdir, or --overwrite to replace it")
+    if config is None:
+        return
     asked = json.loads(json.dumps(config))
     stored = _read_config(path / "config.json")
-    if config is not None and stored is not None and stored != asked:
+    if stored is not None and stored != asked:
         raise WorkdirError(
             f"workdir {path} holds an unfinished run of another configuration ({_difference(stored, asked)}); "
             "give another --workdir, or --overwrite to start anew"

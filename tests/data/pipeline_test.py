@@ -43,7 +43,7 @@ def test_the_order_is_the_same_in_every_version():
 
 
 def test_every_order_of_three_records_is_equally_likely():
-    orders = [tuple(_batches(np.arange(3), 1, batch_size=3, seed=seed)[0]) for seed in range(1200)]
+    orders = [tuple(pipeline._orders(3, seed, shuffle=True)(0)) for seed in range(1200)]
     counts = [orders.count(order) for order in itertools.permutations(range(3))]
     assert all(abs(count - 200) < 4 * (1200 * 5 / 36) ** 0.5 for count in counts)
 

@@ -123,10 +123,12 @@ def test_values_over_two_decades_are_drawn_on_a_logarithmic_scale():
 
 def test_an_unfinished_run_is_shown_as_such_with_the_curves_it_has(tmp_path):
     path = _workdir(tmp_path / "run", summary=False, rows=[{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}])
+    (path / "config.json").write_text('{"train": {"steps": 700}}')
     with open(path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')  # killed while writing
     _, checker = _page(tmp_path, path)
     text = " ".join(checker.text)
+    assert "train.steps" in text and "700" in text
     assert "unfinished" in text and "1 of 3 lines of metrics.jsonl could not be read" in text
     assert checker.tags.count("polyline") == 1
 
