@@ -83,7 +83,9 @@ def shard_batch(batch: Any, mesh: Mesh, axis: str = "data") -> Any:
         shape = (total, *part.shape[1:])
         own = {range(*index[0].indices(total)) for index in sharding.addressable_devices_indices_map(shape).values()}
         if sum(map(len, own)) != part.shape[0]:
-            raise ValueError(f"axis {axis!r} must split the batch into one part per process, got the mesh {dict(mesh.shape)}")
+            raise ValueError(
+                f"axis {axis!r} must split the batch into one part per process, got the mesh {dict(mesh.shape)}"
+            )
         return jax.make_array_from_process_local_data(sharding, part, shape)
 
     return jax.tree.map(join, batch)
