@@ -226,5 +226,5 @@ def test_batches_that_cannot_be_resumed_are_an_error_before_any_step(tmp_path):
 
 
 def test_a_best_that_is_no_metric_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="best must be one of the metrics .*loss.*, got 'los'"):
+    with pytest.raises(ValueError, match=r"best must be one of the metrics .*loss.*, got 'los'"):
         _fit(tmp_path, best="los")
