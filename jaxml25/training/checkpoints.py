@@ -64,6 +64,8 @@ class Checkpointer:
             policies.append(lowest)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            best_fn=(lambda metrics: metrics[best]) if best is not None else None,  # without it no metrics are stored
+            best_mode="min",
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,  # what a killed process left half written
             create=True,
@@ -74,13 +76,13 @@ class Checkpointer:
         """Step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, record: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+    def save(self, step: int, state: TrainState, record: dict[str, Any], metrics: dict[str, Any] | None = None) -> None:
         """Starts writing a checkpoint; returns as soon as the state has been copied.
 
         Args:
           step: its number; one that exists is left alone.
           state: may be donated as soon as this returns.
-          record: what JSON can hold; with several processes, the first one's is kept.
+          record: what JSON can hold; may be changed as soon as this returns. With several processes, the first one's is kept.
           metrics: with the metric named `best`, if there is one.
 
         Raises:
@@ -91,9 +93,8 @@ class Checkpointer:
         if step in self._manager.all_steps():
             return
         plain = _without_key_types(state)
-        # A copy, since the caller goes on appending to what Orbax writes later.
-        record = json.loads(json.dumps(record))
-        record |= {"structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
+        record = {**record, "structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
+        record = json.loads(json.dumps(record))  # a copy: it is written later, and the caller may have changed his by then
         record["hash"] = _hash(record)
         chosen = {self._best: metrics[self._best]} if self._best and metrics else None
         args = ocp.args.Composite(state=ocp.args.StandardSave(plain), record=ocp.args.JsonSave(record))
@@ -201,8 +202,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _hash(record: dict[str, Any]) -> str:
-    as_read = json.loads(json.dumps(record))  # numbers that are keys come back as text
-    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _structure(tree: Any) -> dict[str, str]:
