@@ -10,8 +10,8 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,14 @@ from jaxml25.training.train_state import TrainState, trained
 from jaxml25.training.workdir import Workdir
 
 
+@runtime_checkable
+class Batches(Protocol):
+    """What batches are taken from; it must have `get_state` and `set_state` too, as Grain's iterators do."""
+
+    def __next__(self) -> Any:
+        """The next batch."""
+
+
 class NonFiniteError(ArithmeticError):
     """A metric or a parameter was NaN or infinite; the checkpoints written before it are sound."""
 
@@ -34,7 +42,7 @@ def fit(
     name: str,
     state: TrainState,
     step_fn: StepFn,
-    batches: Iterator[Any] | Callable[[int], Any],
+    batches: Batches | Callable[[int], Any],
     *,
     num_steps: int,
     log_every: int = 100,

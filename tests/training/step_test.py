@@ -72,6 +72,25 @@ def test_the_state_is_donated_and_steps_do_not_compile_anew():
     assert first.params["w"].is_deleted() and take._cache_size() == 1
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_numbers_are_trained_and_leaves_that_have_no_gradient_are_carried_along(accumulate):
+    def loss(params, key, batch):
+        return jnp.mean((batch["x"] * params["scale"] * params["count"]) ** 2), {}
+
+    optimiser = optax.adamw(0.5, weight_decay=0.1)  # which would pull a counter to 0 as well
+    params = {"scale": 2.0, "count": 3, "key": jax.random.key(7), "none": None}
+    state = train_state.init(jax.random.key(0), params, optimiser, ema=True)
+    take = step.make_step(loss, optimiser, ema_decay=0.9, accumulate=accumulate)
+    for _ in range(2):
+        state, _ = take(state, _batch())
+    assert take._cache_size() == 1
+    # Adam's first two steps under a gradient of one sign are (nearly) the rate; the decay takes 5 % more of the weight.
+    assert float(state.params["scale"]) == pytest.approx((2.0 * 0.95 - 0.5) * 0.95 - 0.5, rel=0.02)
+    assert int(state.params["count"]) == int(state.ema["count"]) == 3 and state.params["none"] is None
+    assert jax.random.key_data(state.params["key"]).tolist() == jax.random.key_data(jax.random.key(7)).tolist()
+    assert len(jax.tree.leaves(state.opt_state[0].mu)) == 1
+
+
 def test_the_average_is_that_of_the_new_parameters_and_starts_at_the_first():
     take = step.make_step(_loss, optax.sgd(0.1), ema_decay=0.9)
     state, _ = take(_state(optax.sgd(0.1), ema=True), _batch())
