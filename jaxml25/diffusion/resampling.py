@@ -208,14 +208,16 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-def get(name: str) -> Scheme:
-    """Looks a scheme up by name.
+def get(scheme: str | Scheme) -> Scheme:
+    """Looks a scheme up by name, or returns the user's own.
 
     Raises:
-      ValueError: if there is none; the message lists the names.
+      ValueError: if there is none of that name; the message lists them.
     """
-    checks.one_of("resample", name, tuple(SCHEMES))
-    return SCHEMES[name]
+    if callable(scheme):
+        return scheme
+    checks.one_of("resample", scheme, tuple(SCHEMES))
+    return SCHEMES[scheme]
 
 
 def effective_sample_size(log_weights: LogWeights) -> Float[Array, ""]:
