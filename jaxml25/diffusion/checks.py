@@ -25,7 +25,7 @@ def one_of(name: str, value: str, valid: Sequence[str]) -> None:
     raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {value!r}{hint}")
 
 
-def between(name: str, value: Any, low: float, high: float) -> None:
+def between(name: str, value: Any, low: float | int, high: float | int) -> None:
     """Checks a number that is known at trace time; a traced one passes.
 
     Raises:

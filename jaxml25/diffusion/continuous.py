@@ -37,8 +37,8 @@ def ode_sample(
     cond: Any = None,
     *,
     prediction_type: str = "epsilon",
-    t_end: float = 1e-3,
-    tolerance: float = 1e-5,
+    t_end: Scalar = 1e-3,
+    tolerance: Scalar = 1e-5,
     max_steps: int = 4096,
 ) -> Float[Array, "batch *dims"]:
     """Solves (1) from t = 1 to `t_end` by Tsit5 with adaptive steps, the batch in one solve.
@@ -72,8 +72,8 @@ def log_likelihood(
     trace: str = "hutchinson",
     probes: int = 1,
     prediction_type: str = "epsilon",
-    t_start: float = 1e-3,
-    tolerance: float = 1e-5,
+    t_start: Scalar = 1e-3,
+    tolerance: Scalar = 1e-5,
     max_steps: int = 4096,
 ) -> Float[Array, "batch"]:
     """The log density (3) of each sample, in nats, under the marginal at `t_start`.
@@ -131,7 +131,7 @@ def sde_sample(
     *,
     num_steps: int = 1000,
     prediction_type: str = "epsilon",
-    t_end: float = 1e-3,
+    t_end: Scalar = 1e-3,
 ) -> Float[Array, "batch *dims"]:
     """Solves (2) from t = 1 to `t_end` by Euler-Maruyama with equal steps on a virtual Brownian tree.
 
@@ -175,7 +175,7 @@ def sde_sample(
     return solution.ys[-1]
 
 
-def _score(denoise: Denoise, schedule: ContinuousVP, cond: Any, prediction_type: str, t_end: float) -> Callable:
+def _score(denoise: Denoise, schedule: ContinuousVP, cond: Any, prediction_type: str, t_end: Scalar) -> Callable:
     checks.one_of("prediction_type", prediction_type, predictions.PREDICTION_TYPES)
     if not 0 < t_end < 1:
         raise ValueError(f"the time of the data must be in (0, 1), got {t_end}")
@@ -188,12 +188,12 @@ def _score(denoise: Denoise, schedule: ContinuousVP, cond: Any, prediction_type:
     return score
 
 
-def _velocity(denoise: Denoise, schedule: ContinuousVP, cond: Any, prediction_type: str, t_end: float) -> Callable:
+def _velocity(denoise: Denoise, schedule: ContinuousVP, cond: Any, prediction_type: str, t_end: Scalar) -> Callable:
     score = _score(denoise, schedule, cond, prediction_type, t_end)
     return lambda t, x: (-0.5 * schedule.beta(t) * (x + score(t, x))).astype(x.dtype)
 
 
-def _solve(field: Callable, t0: Scalar, t1: Scalar, y0: Any, tolerance: float, max_steps: int) -> Any:
+def _solve(field: Callable, t0: Scalar, t1: Scalar, y0: Any, tolerance: Scalar, max_steps: int) -> Any:
     solution = diffrax.diffeqsolve(
         diffrax.ODETerm(lambda t, y, args: field(t, y)),
         diffrax.Tsit5(),

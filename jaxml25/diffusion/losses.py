@@ -185,4 +185,4 @@ def _weighted(pred: Array, target: Array, weight: Array) -> tuple[Array, dict[st
     if pred.shape != target.shape:
         raise ValueError(f"denoise must return shape {target.shape}, got {pred.shape}")
     errors = jnp.mean(jnp.square(pred - target), axis=tuple(range(1, pred.ndim)))
-    return jnp.mean(weight * errors), {"mse": jnp.mean(errors), "weight": jnp.mean(weight)}
+    return jnp.mean(weight * errors).astype(errors.dtype), {"mse": jnp.mean(errors), "weight": jnp.mean(weight)}

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from jaxml25.diffusion import checks
-from jaxml25.diffusion.schedules import Grid, SigmaGrid, Values, expand
+from jaxml25.diffusion.schedules import Grid, Scalar, SigmaGrid, Values, expand
 
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction", "score", "flow", "edm")
 Level = Real[ArrayLike, "..."]  # one number, or one per sample along the leading axis of x
@@ -156,7 +156,7 @@ def read(pred: Values, x: Values, row: Grid | SigmaGrid, prediction_type: str) -
 
 
 def dynamic_threshold(
-    x0: Float[ArrayLike, "batch *dims"], quantile: float = 0.995, max_value: float = 1.0
+    x0: Float[ArrayLike, "batch *dims"], quantile: Scalar = 0.995, max_value: Scalar = 1.0
 ) -> Float[Array, "batch *dims"]:
     """Keeps each sample in [-1, 1] by its own scale: s = clip(quantile of |x0|, 1, max_value), x0 <- clip(x0, -s, s) / s."""
     magnitudes = jnp.abs(x0).reshape(x0.shape[0], -1)

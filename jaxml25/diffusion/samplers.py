@@ -200,7 +200,7 @@ def ddim(
 class Euler(Step):
     """See `euler`."""
 
-    churn: Any = 0.0
+    churn: Any = None  # None is no churn, which jit must be able to tell from a traced 0
     churn_range: Any = (0.0, math.inf)
     churn_noise: Any = 1.0
 
@@ -208,8 +208,8 @@ class Euler(Step):
 
     @property
     def stochastic(self) -> bool:
-        """Whether the churn may differ from 0."""
-        return not checks.is_concrete(self.churn) or bool(self.churn != 0)
+        """Whether there is churn."""
+        return self.churn is not None
 
     def perturb(self, x: Values, row: SigmaGrid, noise: Values) -> tuple[Values, SigmaGrid]:
         """Raises the noise level before the network is called (churn): the state and the row to go on from."""
@@ -296,7 +296,8 @@ def heun(
 def _euler(kind: type, prediction_type: str, clip: Clip, churn: Scalar, churn_range: tuple, churn_noise: Scalar) -> Any:
     checks.one_of("prediction_type", prediction_type, predictions.PREDICTION_TYPES)
     checks.between("churn", churn, 0, math.sqrt(2) - 1)
-    if prediction_type != "edm" and not (checks.is_concrete(churn) and churn == 0):
+    churn = None if checks.is_concrete(churn) and churn == 0 else churn
+    if prediction_type != "edm" and churn is not None:
         raise ValueError(f"churn needs prediction_type 'edm' (a network that is told sigma), got {prediction_type!r}")
     return kind(
         prediction_type=prediction_type,
@@ -360,15 +361,15 @@ class Flow(Step):
     """See `flow_euler` and `flow_sde`."""
 
     prediction_type: str = static("flow")
-    kappa: Any = 0.0
+    kappa: Any = None  # None is the ODE
     diffusion: str = static("matched")
 
     space = "sigma"
 
     @property
     def stochastic(self) -> bool:
-        """Whether kappa may differ from 0."""
-        return not checks.is_concrete(self.kappa) or bool(self.kappa != 0)
+        """Whether this is the SDE."""
+        return self.kappa is not None
 
     def scale_input(self, x: Values, row: SigmaGrid) -> Values:
         """A flow's network is fed x itself."""
@@ -408,7 +409,7 @@ def flow_sde(kappa: Scalar = 1.0, diffusion: str = "matched") -> Flow:
     """A stochastic sampler with the marginals of the flow's ODE as the steps become small, for any kappa.
 
     Args:
-      kappa: strength of the noise, at least 0 (0 is `flow_euler`); may be traced.
+      kappa: strength of the noise, at least 0 (0 takes the steps of `flow_euler`); may be traced.
       diffusion: `matched` g^2 = 2 kappa s, which vanishes at the data; `flow_grpo` g^2 = kappa^2 s / (1 - s), which needs
         s < 1 (`flow_grid(..., start=...)`).
 

@@ -179,7 +179,7 @@ def make_grid(
     return Grid(jnp.asarray(t), table[t], jnp.where(before < 0, last, table[np.maximum(before, 0)]))
 
 
-def karras_sigmas(n: int, sigma_min: Scalar = 0.002, sigma_max: Scalar = 80.0, rho: Scalar = 7.0) -> Float[Array, "n+1"]:
+def karras_sigmas(n: int, sigma_min: Scalar = 0.002, sigma_max: Scalar = 80.0, rho: Scalar = 7.0) -> Float[Array, "levels"]:
     """EDM's noise levels: n of them, even in sigma^(1/rho) from `sigma_max` to `sigma_min`, and then 0.
 
     Raises:
@@ -187,8 +187,12 @@ def karras_sigmas(n: int, sigma_min: Scalar = 0.002, sigma_max: Scalar = 80.0, r
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
+    xp = jnp
+    if all(map(checks.is_concrete, (sigma_min, sigma_max, rho))):
+        # In float64 on the host where possible: the power magnifies a rounding error rho times.
+        xp, sigma_min, sigma_max, rho = np, float(sigma_min), float(sigma_max), float(rho)
     high, low = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
-    return jnp.append((high + jnp.linspace(0.0, 1.0, n) * (low - high)) ** rho, 0.0)
+    return jnp.asarray(xp.append((high + xp.linspace(0.0, 1.0, n) * (low - high)) ** rho, 0.0))
 
 
 def make_sigma_grid(

@@ -52,7 +52,7 @@ def sample(
       grid: a `Grid` or `SigmaGrid` of n rows, noisiest first; its values may be traced.
       x_T: start: a standard normal on a VP grid and on a flow, sigma[0] times one in sigma space.
       noise: standard normals, shape (n, *x_T.shape); noise[i] belongs to the i-th step taken. None for a step that is
-        deterministic.
+        known to use none (not `ddim` with a traced eta).
       cond: handed to every call of `denoise`.
       remat: `none`; `step`, each step is recomputed in the backward pass; `sqrt`, chunks of about sqrt(n) steps too, at the
         price of one more forward pass. The values are the same.
@@ -81,7 +81,9 @@ def sample(
 def _check(step_fn: Callable, grid: Any, x_T: Array, noise: Array | None, n: int) -> None:
     if noise is None:
         if getattr(step_fn, "stochastic", True):
-            raise ValueError(f"noise must be given for a stochastic step, expected shape {(n, *x_T.shape)}, got None")
+            raise ValueError(
+                f"noise must be given unless the step is known to use none: expected {(n, *x_T.shape)}, got None"
+            )
     elif noise.shape[:1] != (n,):
         raise ValueError(f"noise must have one row per step: expected a leading axis of {n}, got shape {noise.shape}")
     elif noise.shape[1:] != x_T.shape:
