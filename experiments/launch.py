@@ -8,11 +8,13 @@ overwritten without --overwrite. On TPU pods and under Slurm every process start
 elsewhere each is told --coordinator_address, --num_processes and --process_id.
 """
 
+import contextlib
 import difflib
 import errno
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -27,8 +29,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 from absl import app, flags, logging
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict, config_flags
 
+import jaxml25
 from jaxml25.training import claims as claims_lib
 from jaxml25.training import loop
 from jaxml25.training.workdir import Workdir, WorkdirError
@@ -43,7 +47,7 @@ _COORDINATOR = flags.DEFINE_string(
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "how many processes run this command", lower_bound=1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "number of this process, from 0", lower_bound=0)
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "jaxml25")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -53,10 +57,10 @@ def main(arguments) -> None:
     config = _CONFIG.value
     _initialise_processes()
     try:
-        workdir = Workdir(_WORKDIR.value, config=_plain(config), overwrite=_OVERWRITE.value)
         if jax.process_count() == 1:
             signal.signal(signal.SIGTERM, _terminated)
         experiment = importlib.import_module(_module_name(config.experiment))
+        workdir = Workdir(_WORKDIR.value, config=_plain(config), overwrite=_OVERWRITE.value)
         outcome = experiment.run(config, workdir)
         summarise(config, workdir, outcome)
     except (WorkdirError, loop.NonFiniteError) as error:
@@ -76,7 +80,7 @@ def parse(arguments: list[str]) -> list[str]:
     except flags.Error as error:
         sys.exit(str(error))
     except Exception as error:  # the config file is any Python
-        sys.exit(f"--config: {error}")
+        sys.exit(f"--config: {error if not isinstance(error, KeyError) else f'{error} is not among its variants'}")
 
 
 def _check_keys(arguments: list[str]) -> None:
@@ -113,12 +117,12 @@ def _keys(config: ConfigDict, prefix: str = "") -> list[str]:
 def summarise(config: ConfigDict, workdir: Workdir, outcome: dict) -> None:
     """Writes summary.json and shows the claims."""
     claims = outcome.get("claims", [])
-    if config.get("variant") == "smoke":
+    if config.get("variant", _variant()) == "smoke":
         claims = claims_lib.unjudged(claims)
     workdir.finish(
         {
             "config": _plain(config),
-            "versions": {"python": platform.python_version()}
+            "versions": {"python": platform.python_version(), "jaxml25": jaxml25.__version__}
             | {name: importlib.metadata.version(name) for name in _PACKAGES},
             "devices": [str(device) for device in jax.devices()],
             "seconds": round(workdir.seconds, 1),
@@ -140,7 +144,8 @@ def params_digest(params) -> str:
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     for path, leaf in sorted(leaves, key=lambda item: item[0]):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            leaf = jax.jit(lambda x: x, out_shardings=leaf.sharding.with_spec(()))(leaf)
+            whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+            leaf = jax.jit(lambda x: x, out_shardings=whole)(leaf)
         digest.update(path.encode())
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
@@ -157,15 +162,28 @@ def _initialise_processes() -> None:
         if missing:
             sys.exit(f"--{missing[0]} must be given too: the three flags of several processes belong together")
         jax.distributed.initialize(**told)
-    elif _is_cluster():
+    elif _is_slurm_step():
         jax.distributed.initialize()
+    elif _is_tpu_host():
+        # The hosts of a pod find each other through its metadata; a host that is alone has no coordinator, and needs none.
+        with contextlib.suppress(ValueError):
+            jax.distributed.initialize()
 
 
-def _is_cluster() -> bool:
-    """Whether the environment names several processes that JAX finds by itself."""
-    slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
-    pod = len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1 or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ
-    return slurm or pod
+def _is_slurm_step() -> bool:
+    """Whether srun started several of this process; a batch script or a shell of salloc is one process beside its tasks."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
+    return all(name in os.environ for name in names) and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def _is_tpu_host() -> bool:
+    chips = pathlib.Path("/dev/accel0").exists() or pathlib.Path("/dev/vfio/0").exists()
+    wanted = os.environ.get("JAX_PLATFORMS", "tpu")
+    return chips and "tpu" in wanted and importlib.util.find_spec("libtpu") is not None
+
+
+def _variant() -> str:
+    return flags.FLAGS["config"].config_filename.partition(":")[2]
 
 
 def _module_name(experiment: str) -> str:

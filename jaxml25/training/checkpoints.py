@@ -2,20 +2,26 @@
 
 A checkpoint holds the train state (parameters, optimiser, average, key, step) and a small JSON record (state of the data
 iterator, what was logged so far). Orbax writes it in the background under a temporary name and renames it when it is complete,
-so a killed process leaves whole checkpoints only. What the disk did to them since is caught by a fingerprint: a weighted sum of
-the bits of every leaf, computed on the devices that hold it. A checkpoint that cannot be read or does not match is moved aside,
-with a warning, and the one before it is taken.
+so a killed process leaves whole checkpoints only. What the disk did to them since is caught by a hash of the record and by a
+fingerprint of the state: a weighted sum of the bits of every leaf, computed on the devices that hold it. A checkpoint that
+cannot be read or does not match is moved aside, with a warning, and the one before it is taken.
 """
 
+import functools
+import hashlib
+import json
 import logging
 import math
 import pathlib
+import re
 import shutil
+import sys
 import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt
@@ -47,7 +53,7 @@ class Checkpointer:
     def __init__(self, directory: pathlib.Path, *, keep: int = 3, best: str | None = None):
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every phase of every save
+        _hush()
         self._directory = directory.absolute()
         self._best = best
         policies = [checkpoint_managers.LatestN(keep)]
@@ -59,9 +65,9 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,  # what a killed process left half written
             create=True,
         )
-        self._options = options
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def latest_step(self) -> int | None:
@@ -74,14 +80,22 @@ class Checkpointer:
         Args:
           step: its number; one that exists is left alone.
           state: may be donated as soon as this returns.
-          record: what JSON can hold.
+          record: what JSON can hold; with several processes, the first one's is kept.
           metrics: with the metric named `best`, if there is one.
+
+        Raises:
+          ValueError: if `metrics` has no metric named `best`.
         """
+        if self._best is not None and metrics is not None and self._best not in metrics:
+            raise ValueError(f"best must be one of the metrics {', '.join(metrics)}, got {self._best!r}")
         if step in self._manager.all_steps():
             return
         plain = _without_key_types(state)
-        record = {**record, "structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
-        chosen = {self._best: metrics[self._best]} if self._best and metrics and self._best in metrics else None
+        # A copy, since the caller goes on appending to what Orbax writes later.
+        record = json.loads(json.dumps(record))
+        record |= {"structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
+        record["hash"] = _hash(record)
+        chosen = {self._best: metrics[self._best]} if self._best and metrics else None
         args = ocp.args.Composite(state=ocp.args.StandardSave(plain), record=ocp.args.JsonSave(record))
         self._manager.save(step, args=args, metrics=chosen)
 
@@ -90,16 +104,24 @@ class Checkpointer:
 
         Raises:
           ValueError: if a sound checkpoint is of another structure or shape than `like`.
+          OSError, MemoryError, jax.errors.JaxRuntimeError: where it is not the checkpoint's fault: a file that may not be
+            read, or a device without the memory for it.
         """
         for step in sorted(self._manager.all_steps(), reverse=True):
+            restored = reason = None
             try:
-                return self._restore(step, like)
+                restored = self._restore(step, like)
             except _Mismatch as error:
                 raise ValueError(f"the checkpoint {self._directory / str(step)} is of another model: {error}") from error
-            except Exception as error:  # a damaged file surfaces as anything from KeyError to XlaRuntimeError
+            except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+                raise  # the checkpoint may be sound; the machine is at fault
+            except Exception as error:  # a damaged file surfaces as anything from KeyError to ValueError
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                warnings.warn(f"skipping the damaged checkpoint {self._directory / str(step)}: {reason[:200]}", stacklevel=2)
-                self._set_aside(step)
+            if _everywhere(restored is not None):
+                return restored
+            reason = reason or "another process cannot read it"
+            warnings.warn(f"skipping the damaged checkpoint {self._directory / str(step)}: {reason[:200]}", stacklevel=2)
+            self._set_aside(step)
         return None
 
     def wait(self) -> None:
@@ -113,6 +135,8 @@ class Checkpointer:
     def _restore(self, step: int, like: TrainState) -> Restored:
         plain = _without_key_types(like)
         record = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+        if record.pop("hash") != _hash(record):
+            raise OSError("its record is not what was written")
         _check_structure(record.pop("structure"), _structure(plain))
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), plain)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
@@ -136,9 +160,33 @@ class _Mismatch(Exception):
     pass
 
 
+@functools.cache
+def _hush() -> None:
+    """Keeps Orbax from telling every phase of every save, and from printing what it raises once more per thread and task.
+
+    A full disk or a damaged file would otherwise be hundreds of lines with the one that matters among them.
+    """
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    logging.getLogger("asyncio").addFilter(lambda record: not re.search("orbax|tensorstore", record.getMessage()))
+    before = sys.unraisablehook
+
+    def report(unraisable):
+        code = getattr(unraisable.object, "cr_code", None)
+        abandoned = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+        if not abandoned and not (code and "orbax" in code.co_filename):
+            before(unraisable)
+
+    sys.unraisablehook = report
+
+
+def _everywhere(fine: bool) -> bool:
+    """Whether it is so on every process."""
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(fine)))) if jax.process_count() > 1 else fine
+
+
 def _without_key_types(state: TrainState) -> TrainState:
     """Typed keys as the integers they are made of, which is what can be stored."""
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf), state)
 
 
 def _with_key_types(plain: TrainState, like: TrainState) -> TrainState:
@@ -149,7 +197,12 @@ def _with_key_types(plain: TrainState, like: TrainState) -> TrainState:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _hash(record: dict[str, Any]) -> str:
+    as_read = json.loads(json.dumps(record))  # numbers that are keys come back as text
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def _structure(tree: Any) -> dict[str, str]:
@@ -178,6 +231,8 @@ def _fingerprint(tree: Any) -> UInt[Array, ""]:
 
 
 def _words(leaf: Array) -> UInt[Array, "..."]:
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
     if leaf.dtype.itemsize >= 4 and leaf.dtype != jnp.bool_:
         return jax.lax.bitcast_convert_type(leaf, jnp.uint32)
     if jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.table import Table
+from rich.text import Text
 
 
 class Claim(NamedTuple):
@@ -55,7 +56,8 @@ def table(claims: Sequence[Claim]) -> Table:
         if claim.stderr is not None:
             measured += f" ± {claim.stderr:.2g}"
         verdict = {None: "not judged", True: "[green]yes[/green]", False: "[red]no[/red]"}[claim.holds]
-        rendered.add_row(claim.claim, _figure(claim.paper), measured, claim.bar, verdict)
+        # As Text, or what stands in brackets would be taken for a style.
+        rendered.add_row(Text(claim.claim), Text(_figure(claim.paper)), measured, claim.bar, verdict)
     return rendered
 
 

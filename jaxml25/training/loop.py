@@ -5,6 +5,8 @@ computed, and are read all at once. What a checkpoint holds beside the state (wh
 which metrics wait to be averaged) makes a resumed run repeat the uninterrupted one bit for bit on the same devices.
 """
 
+import base64
+import itertools
 import math
 import signal
 import threading
@@ -12,18 +14,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxml25.training import mesh as meshes
 from jaxml25.training.checkpoints import Checkpointer
 from jaxml25.training.step import StepFn
-from jaxml25.training.train_state import TrainState
+from jaxml25.training.train_state import TrainState, trained
 from jaxml25.training.workdir import Workdir
 
 
 class NonFiniteError(ArithmeticError):
-    """A metric was NaN or infinite; the checkpoints written before it are sound."""
+    """A metric or a parameter was NaN or infinite; the checkpoints written before it are sound."""
 
 
 def fit(
@@ -55,15 +58,17 @@ def fit(
       log_every: steps per row of metrics, which are means over these steps.
       checkpoint_every: steps per checkpoint; the last step always has one.
       keep: how many of the latest checkpoints to keep.
-      best: a metric; the checkpoint after the row where it was lowest is kept too.
+      best: a metric; of the checkpoints, the one whose latest row has it lowest is kept too.
       mesh: if given, batches are this process's parts and are split over the axis `data`.
 
     Returns:
       The final state; at once if the stage was finished before.
 
     Raises:
-      NonFiniteError: if a metric is NaN or infinite, naming it and its step. No checkpoint is written from that step on.
-      ValueError: if a number is below 1, `batches` cannot be resumed, or a checkpoint is of another model.
+      NonFiniteError: if a metric is NaN or infinite, or a parameter where a checkpoint is due; the message names it and the
+        step. No checkpoint is written from that step on.
+      ValueError: if a number is below 1, `best` names no metric, `batches` cannot be resumed or end too early, or a checkpoint
+        is of another model.
     """
     for argument, value in (("num_steps", num_steps), ("log_every", log_every), ("checkpoint_every", checkpoint_every)):
         if value < 1:
@@ -87,11 +92,11 @@ def _fit(workdir, name, state, step_fn, feed, checkpointer, num_steps, log_every
         workdir.say(f"{name}: resumed at step {start} of {num_steps}")
 
     with Interruption() as interruption, workdir.bar(name, num_steps, start) as bar:
-        unread = []
+        unread, shown = [], start
         for step in range(start + 1, num_steps + 1):
             state, metrics = step_fn(state, feed.batch(step - 1))
             unread.append(metrics)
-            stop = interruption.requested(step)
+            stop = interruption.requested()
             last = step == num_steps
             logs, saves = last or step % log_every == 0, last or stop or step % checkpoint_every == 0
             if logs or saves:
@@ -101,11 +106,13 @@ def _fit(workdir, name, state, step_fn, feed, checkpointer, num_steps, log_every
                 means = _means(waiting)
                 rows.append(workdir.log(means, step=step, namespace=name))
                 waiting = []
-                bar.advance(step % log_every or log_every, f"loss {means['loss']:.4g}")
+                bar.advance(step - shown, f"loss {means['loss']:.4g}" if "loss" in means else "")
+                shown = step
             if saves:
+                _check_finite(name, state, step)
                 record = {"data": feed.get_state(), "rows": rows, "waiting": waiting}
                 checkpointer.save(step, state, record, rows[-1] if rows else None)
-            if stop and not last:
+            if stop:
                 checkpointer.wait()
                 workdir.say(f"{name}: stopped by a signal at step {step}, checkpoint written; run the same command to go on")
                 raise SystemExit(0)
@@ -122,22 +129,28 @@ class _Feed:
             raise ValueError(f"batches must have get_state and set_state, or be a function of the step, got {batches!r}")
 
     def batch(self, step: int) -> Any:
-        batch = self._batches(step) if self._counts else next(self._batches)
+        try:
+            batch = self._batches(step) if self._counts else next(self._batches)
+        except StopIteration:
+            raise ValueError(f"batches must last for the whole stage, got no batch for step {step + 1}") from None
         return batch if self._mesh is None else meshes.shard_batch(batch, self._mesh)
 
     def get_state(self) -> Any:
+        """What JSON can hold; bytes, which Grain's data loaders have, as text in a list of one."""
         if self._counts:
             return None
         state = self._batches.get_state()
-        return state.decode() if isinstance(state, bytes) else state
+        return [base64.b64encode(state).decode()] if isinstance(state, bytes) else {"state": state}
 
     def set_state(self, state: Any) -> None:
         if not self._counts:
-            self._batches.set_state(state)
+            self._batches.set_state(base64.b64decode(state[0]) if isinstance(state, list) else state["state"])
 
 
 class Interruption:
-    """Notices SIGTERM without losing the step under way; restores the earlier handler on leaving."""
+    """Notices SIGTERM without losing the step under way; the earlier handler is back on leaving, and has what came too late."""
+
+    _steps = itertools.count()  # over all stages: what the processes agree on is a number that must not go back
 
     def __init__(self):
         self._asked = False
@@ -149,17 +162,19 @@ class Interruption:
             self._before = signal.signal(signal.SIGTERM, self._ask)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         if self._ours:
             signal.signal(signal.SIGTERM, self._before)
+            if self._asked and kind is None:
+                signal.raise_signal(signal.SIGTERM)
 
     def _ask(self, number, frame) -> None:
         self._asked = True
 
-    def requested(self, step: int) -> bool:
-        """Whether to stop after this step; the same on every process."""
+    def requested(self) -> bool:
+        """Whether to stop after this step; to be asked once a step; the same on every process."""
         if jax.process_count() > 1:
-            return bool(multihost_utils.reached_preemption_sync_point(step))
+            return bool(multihost_utils.reached_preemption_sync_point(next(self._steps)))
         return self._asked
 
 
@@ -171,6 +186,20 @@ def _read(name: str, metrics: list[dict[str, Any]], step: int) -> list[dict[str,
             if not math.isfinite(value):
                 raise NonFiniteError(f"{name}: {key} is {value} at step {number}; the last checkpoint before it was kept")
     return read
+
+
+@jax.jit
+def _finite(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.all(jnp.isfinite(leaf)), tree)
+
+
+def _check_finite(name: str, state: TrainState, step: int) -> None:
+    """Metrics can be finite where the parameters they lead to are not."""
+    for tree, what in ((state.params, "parameter"), (state.ema, "average")):
+        for path, fine in jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(trained(tree)))):
+            if not fine:
+                leaf = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise NonFiniteError(f"{name}: {what} {leaf} is not finite after step {step}; the last checkpoint was kept")
 
 
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:

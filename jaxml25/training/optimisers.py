@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import optax
+from ml_collections import ConfigDict
 
 OPTIMISERS = {"adam": optax.adam, "adamw": optax.adamw, "lion": optax.lion, "sgd": optax.sgd, "adafactor": optax.adafactor}
 SCHEDULES = ("constant", "cosine", "linear")
@@ -18,7 +19,7 @@ _DEFAULTS = {
 }
 
 
-def make_optimiser(config: Mapping[str, Any], num_steps: int) -> optax.GradientTransformation:
+def make_optimiser(config: Mapping[str, Any] | ConfigDict, num_steps: int) -> optax.GradientTransformation:
     """Chains gradient clipping and an optimiser with a learning-rate schedule.
 
     Args:

@@ -19,14 +19,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import jax
-from matplotlib.figure import Figure
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxml25.training.metrics import Metrics
 
 Item = TypeVar("Item")
-_OURS = ("config.json", "summary.json", "metrics.jsonl", "checkpoints", "tensorboard", "figures")
+# In the order they are removed: until the last of them is gone, no other run can be mistaken for this one.
+_OURS = ("checkpoints", "metrics.jsonl", "tensorboard", "figures", "summary.json", "config.json")
 _SECONDS_BETWEEN_LINES = 10
 
 
@@ -50,17 +52,29 @@ class Workdir:
         self.path = pathlib.Path(path).expanduser().absolute()
         self._leads = jax.process_index() == 0
         self._console = Console(quiet=not self._leads)
-        if self._leads:
-            try:
-                _prepare(self.path, config, overwrite)
-            except OSError as error:
-                raise WorkdirError(f"cannot write workdir {self.path}: {error.strerror or error}") from error
-        self._metrics = Metrics(self.path, enabled=self._leads)
+        self._shown: Progress | None = None
+        problem = self._open(config, overwrite)
+        if jax.process_count() > 1 and not multihost_utils.broadcast_one_to_all(np.asarray(problem is None)):
+            problem = problem or WorkdirError(f"process 0 cannot use workdir {self.path}")
+        if problem is not None:
+            raise problem
         self._start = time.perf_counter()
+
+    def _open(self, config: Mapping[str, Any] | None, overwrite: bool) -> WorkdirError | None:
+        try:
+            if self._leads:
+                _prepare(self.path, config, overwrite)
+            self._metrics = Metrics(self.path, enabled=self._leads)
+        except WorkdirError as error:
+            return error
+        except OSError as error:
+            return WorkdirError(f"cannot write workdir {self.path}: {error.strerror or error}")
+        return None
 
     def say(self, text: Any) -> None:
         """Prints a line, or anything rich can render."""
-        self._console.print(text, highlight=False)
+        plain = isinstance(text, str)  # not to be wrapped at 80 columns, nor searched for brackets
+        self._console.print(text, highlight=False, markup=not plain, soft_wrap=plain)
 
     def log(self, scalars: Mapping[str, Any], step: int | None = None, namespace: str = "") -> dict[str, Any]:
         """Writes a row of scalars; see `Metrics.write`."""
@@ -71,8 +85,8 @@ class Workdir:
         for row in rows:
             self._metrics.repeat(row)
 
-    def figure(self, name: str, figure: Figure) -> None:
-        """Saves a figure as figures/<name>.png and closes it."""
+    def figure(self, name: str, figure: Any) -> None:
+        """Saves a figure of Matplotlib's as figures/<name>.png and closes it."""
         from matplotlib import pyplot
 
         if self._leads:
@@ -95,18 +109,31 @@ class Workdir:
         if not (self._console.is_terminal and self._leads) or self._console.is_jupyter:
             yield _Lines(self, description, total, done)
             return
+        if self._shown is not None:  # a bar within a bar is one more line of it
+            task = self._shown.add_task(description, total=total, completed=done, note="")
+            try:
+                yield _Live(self._shown, task)
+            finally:
+                self._shown.remove_task(task)
+            return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console) as shown:
-            task = shown.add_task(description, total=total, completed=done, note="")
-            yield _Live(shown, task)
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console) as self._shown:
+            try:
+                yield _Live(self._shown, self._shown.add_task(description, total=total, completed=done, note=""))
+            finally:
+                self._shown = None
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json, whole or not at all, and closes the files."""
-        self._metrics.close()
+        self.close()
         if self._leads:
             temporary = self.path / "summary.json.tmp"
-            temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(summary, indent=2, default=_as_json) + "\n", encoding="utf-8")
             temporary.replace(self.path / "summary.json")
+
+    def close(self) -> None:
+        """Closes the files of a run that is not finished."""
+        self._metrics.close()
 
     @property
     def seconds(self) -> float:
@@ -144,6 +171,12 @@ class _Lines:
             self._workdir.say(f"{self._description}: {self._done}{of} {self._note}".rstrip())
 
 
+def _as_json(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"summary must hold numbers, text, lists and dicts, got {value!r}")
+
+
 def _prepare(path: pathlib.Path, config: Mapping[str, Any] | None, overwrite: bool) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if overwrite:
@@ -151,9 +184,11 @@ def _prepare(path: pathlib.Path, config: Mapping[str, Any] | None, overwrite: bo
             _remove(path / name)
     if (path / "summary.json").exists():
         raise WorkdirError(f"workdir {path} holds a finished run; give another --workdir, or --overwrite to replace it")
+    if config is None:
+        return
     asked = json.loads(json.dumps(config))
     stored = _read_config(path / "config.json")
-    if config is not None and stored is not None and stored != asked:
+    if stored is not None and stored != asked:
         raise WorkdirError(
             f"workdir {path} holds an unfinished run of another configuration ({_difference(stored, asked)}); "
             "give another --workdir, or --overwrite to start anew"

@@ -1,16 +1,21 @@
-"""Configuration of the launcher's test experiment."""
+"""Configuration of the launcher's test experiment.
+
+`small` takes a second once everything is compiled; `long` has enough steps and checkpoints to be killed in the middle of.
+"""
 
 from ml_collections import ConfigDict
 
 
 def get_config(variant: str = "small") -> ConfigDict:
+    if variant not in ("small", "long"):
+        raise ValueError(f"variant must be small or long, got {variant!r}")
     return ConfigDict(
         {
             "experiment": "tests.experiments.tiny_experiment",
             "variant": variant,
             "seed": 0,
-            "mesh": {"data": -1},
-            "steps": 40,
+            "mesh": {"data": -1, "model": 1},
+            "steps": {"small": 40, "long": 600}[variant],
             "log_every": 4,
             "checkpoint_every": 10,
             "accumulate": 1,

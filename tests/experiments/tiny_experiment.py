@@ -28,7 +28,7 @@ def run(config, workdir):
 
     optimiser = optimisers.make_optimiser(config.optimiser, config.steps)
     state = train_state.init(jax.random.key(config.seed), params, optimiser, ema=True)
-    state = mesh.shard(state, RULES if "model" in config.mesh else {}, devices)
+    state = mesh.shard(state, RULES, devices)
     batches = pipeline.make_batches(source, batch_size=32, seed=config.seed)
     if config.fail_at:
         batches = _Poisoned(batches, config.fail_at, config.poison)
