@@ -48,6 +48,7 @@ def gaussian(smoke: bool) -> ConfigDict:
             "data_variance": 0.6,  # the 50-step sampler's law is then N(0.299, 0.523)
             "steps": 50,
             "every": 5,
+            "reward_at": "current",
             "lam": 2.0,
             "deviations": 4.0,
         }

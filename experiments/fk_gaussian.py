@@ -132,8 +132,10 @@ def any_potential(index: Int[Array, ""]) -> potentials.Potential:
     return potentials.Potential(potentials.diff.init, update)
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "num_particles", "runs", "every"))
-def estimate(key, method: Method, tilt: Tilt, lam, *, kernel, num_particles: int, runs: int, every: int) -> dict:
+@functools.partial(jax.jit, static_argnames=("kernel", "num_particles", "runs", "every", "reward_at"))
+def estimate(
+    key, method: Method, tilt: Tilt, lam, *, kernel, num_particles: int, runs: int, every: int, reward_at: str
+) -> dict:
     """The tilted mean, log Z, the best particle's reward and the number of surviving lines of many independent runs."""
     config = fk.Config(
         any_potential(method.potential),
@@ -141,7 +143,8 @@ def estimate(key, method: Method, tilt: Tilt, lam, *, kernel, num_particles: int
         resample=any_scheme(method.scheme),
         every=every,
         start=0,
-        stop=kernel.num_steps - 1,
+        stop=kernel.num_steps - 2,
+        reward_at=reward_at,
         ess_threshold=method.ess_threshold,
         r_min=method.r_min,
         output="weighted",
@@ -171,6 +174,7 @@ def _rare_event(key, kernel, rare: Tilt, config: ConfigDict, workdir: Workdir) -
             num_particles=k,
             runs=config.runs,
             every=config.every,
+            reward_at=config.reward_at,
         )
         squared = (np.asarray(found["mean"], np.float64) - rare.mean) ** 2
         best = np.asarray(found["best"], np.float64)
@@ -203,6 +207,7 @@ def _normaliser(key, kernel, mild: Tilt, config: ConfigDict, workdir: Workdir) -
             num_particles=8,
             runs=config.runs,
             every=config.every,
+            reward_at=config.reward_at,
         )
         ratios = np.exp(np.asarray(found["log_z"], np.float64) - mild.log_z)
         mean, stderr = ratios.mean(), ratios.std() / config.runs**0.5

@@ -13,7 +13,7 @@ def run(config: ConfigDict, workdir: Workdir) -> dict:
     devices = mesh.make_mesh(config.mesh)
     claims, metrics, params = [], {}, {}
     for part in config.parts:
-        workdir.say(f"[bold]{part}[/bold]")
+        workdir.say(f"--- {part}")
         outcome = importlib.import_module(f"experiments.fk_{part}").run(config[part], config.seed, workdir, devices)
         claims += outcome["claims"]
         metrics |= {f"{part}/{name}": value for name, value in outcome.get("metrics", {}).items()}

@@ -64,6 +64,8 @@ class Checkpointer:
             policies.append(lowest)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            best_fn=(lambda metrics: metrics[best]) if best is not None else None,  # without it no metrics are stored
+            best_mode="min",
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,  # what a killed process left half written
             create=True,
@@ -74,7 +76,7 @@ class Checkpointer:
         """Step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, record: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+    def save(self, step: int, state: TrainState, record: dict[str, Any], metrics: dict[str, Any] | None = None) -> None:
         """Starts writing a checkpoint; returns as soon as the state has been copied.
 
         Args:
@@ -201,8 +203,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _hash(record: dict[str, Any]) -> str:
-    as_read = json.loads(json.dumps(record))  # numbers that are keys come back as text
-    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _structure(tree: Any) -> dict[str, str]:

@@ -55,7 +55,7 @@ def table(claims: Sequence[Claim]) -> Table:
         measured = _figure(claim.measured)
         if claim.stderr is not None:
             measured += f" ± {claim.stderr:.2g}"
-        verdict = {None: "not judged", True: "[green]yes[/green]", False: "[red]no[/red]"}[claim.holds]
+        verdict = {None: Text("not judged"), True: Text("yes", "green"), False: Text("no", "red")}[claim.holds]
         # As Text, or what stands in brackets would be taken for a style.
         rendered.add_row(Text(claim.claim), Text(_figure(claim.paper)), measured, claim.bar, verdict)
     return rendered

@@ -55,6 +55,9 @@ class _Poisoned:
     def __init__(self, batches, fail_at, poison):
         self._batches, self._fail_at, self._poison, self._count = batches, fail_at, poison, 0
 
+    def __iter__(self):
+        return self
+
     def __next__(self):
         batch, self._count = next(self._batches), self._count + 1
         if self._count == self._fail_at:

@@ -83,19 +83,19 @@ def test_an_empty_folder_holds_nothing(tmp_path):
         assert checkpointer.restore(_state()) is None and checkpointer.latest_step() is None
 
 
-def test_what_is_saved_is_the_state_before_the_steps_that_are_donated_right_after(tmp_path):
-    state = _state(size=2_000_000)
-    saved = {}
+def test_what_is_saved_is_the_state_and_the_record_before_what_is_done_to_them_right_after(tmp_path):
+    state, record, saved = _state(size=500_000), {"rows": [0]}, {}
     with _open(tmp_path / "stage", keep=2) as checkpointer:
         for number in (1, 2):
             state, _ = _step(state, 0)
             saved[number] = _numbers(state)
-            checkpointer.save(number, state, {})
+            checkpointer.save(number, state, record)
+            record["rows"].append(number)
             for _ in range(5):
                 state, _ = _step(state, 0)
         checkpointer.wait()
-        restored = checkpointer.restore(_state(size=2_000_000))
-    assert restored.step == 2
+        restored = checkpointer.restore(_state(size=500_000))
+    assert restored.step == 2 and restored.record == {"rows": [0, 1]}
     _assert_equal(restored.state, saved[2])
 
 
@@ -124,7 +124,9 @@ def test_a_step_that_was_saved_is_left_alone(copy, three):
 
 
 def _largest(directory):
-    return max((path for path in (directory / "3" / "state").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in (directory / "3" / "state").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
 
 
 def _truncate(directory):
@@ -164,6 +166,7 @@ _DAMAGE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax drops the reads that were under way
 @pytest.mark.parametrize("damage", _DAMAGE.values(), ids=_DAMAGE)
 def test_a_damaged_checkpoint_is_set_aside_with_a_warning_for_the_one_before(copy, three, damage):
     damage(copy)
@@ -219,13 +222,12 @@ def test_an_error_that_is_not_the_checkpoints_fault_is_raised_and_it_is_kept(cop
     assert _steps(copy) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint32, jnp.bool_, jnp.complex64, jnp.float8_e4m3fn]
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.complex64, jnp.float8_e4m3fn])
 def test_the_fingerprint_sees_a_changed_number_and_an_exchange_of_two_in_every_type(dtype):
-    array = jnp.arange(6).reshape(2, 3) % 2 if dtype == jnp.bool_ else jnp.arange(6).reshape(2, 3)
+    array = jnp.array([[0, 0, 1], [0, 1, 1]]) if dtype == jnp.bool_ else jnp.arange(6).reshape(2, 3)
     array = array.astype(dtype)
-    prints = {int(checkpoints._fingerprint({"a": one})) for one in (array, array.at[0, 0].set(1), array[:, ::-1], array[::-1])}
+    changed = array.at[0, 0].set(jnp.ones((), dtype))
+    prints = {int(checkpoints._fingerprint({"a": one})) for one in (array, changed, array[:, ::-1], array[::-1])}
     assert len(prints) == 4
     two = [checkpoints._fingerprint({"a": a, "b": b}) for a, b in ((array[0], array[1]), (array[1], array[0]))]
     assert int(two[0]) != int(two[1])
@@ -245,6 +247,6 @@ def test_plain_numpy_parameters_and_64_bit_ones_are_saved_too(tmp_path):
 def test_bad_arguments_are_errors_that_name_them(tmp_path):
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         Checkpointer(tmp_path, keep=0)
-    with _open(tmp_path / "stage", best="los") as checkpointer:
-        with pytest.raises(ValueError, match="best must be one of the metrics step, loss, got 'los'"):
-            checkpointer.save(1, _state(size=3), {}, {"step": 1, "loss": 0.5})
+    message = "best must be one of the metrics kept, loss, got 'los'"
+    with _open(tmp_path / "stage", best="los") as checkpointer, pytest.raises(ValueError, match=message):
+        checkpointer.save(1, _state(size=3), {}, {"kept": 1, "loss": 0.5})

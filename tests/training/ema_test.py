@@ -15,7 +15,9 @@ def test_the_warmed_up_average_of_a_constant_forgets_the_start_by_the_product_of
             average = update(average, params, step, limit=0.5)
         # d_k = (1 + k) / (10 + k) up to k = 8, where it reaches 1/2: the product telescopes to 9! 9! / 18!.
         kept = np.prod([(1 + k) / (10 + k) for k in range(9)]) * 0.5**11
-        np.testing.assert_allclose(average["a"], 3 + kept * np.array([-2.0, 2.0]), rtol=1e-6 if dtype == jnp.float32 else 1e-14)
+        np.testing.assert_allclose(
+            average["a"], 3 + kept * np.array([-2.0, 2.0]), rtol=1e-6 if dtype == jnp.float32 else 1e-14
+        )
         assert average["a"].dtype == dtype
 
 

@@ -21,7 +21,9 @@ def _events(data):
 
 def test_a_row_is_one_json_object_with_namespace_step_and_plain_scalars(tmp_path):
     metrics = Metrics(tmp_path)
-    returned = metrics.write({"loss": jnp.float32(0.5), "n": np.int64(3), "one": np.ones(1), "note": "a"}, step=4, namespace="t")
+    returned = metrics.write(
+        {"loss": jnp.float32(0.5), "n": np.int64(3), "one": np.ones(1), "note": "a"}, step=4, namespace="t"
+    )
     metrics.write({"final": 1.25})
     assert _rows(tmp_path) == [  # before anything is closed
         {"namespace": "t", "step": 4, "loss": 0.5, "n": 3, "one": 1.0, "note": "a"},
@@ -57,7 +59,9 @@ def test_tensorboard_shows_the_finite_numbers_under_their_namespace(tmp_path):
         metrics.write({"loss": step / 2, "bad": float("nan"), "note": "a"}, step=step, namespace="t")
     metrics.close()
     (path,) = (tmp_path / "tensorboard").iterdir()
-    shown = [(value.tag, event.step, value.simple_value) for event in _events(path.read_bytes()) for value in event.summary.value]
+    shown = [
+        (value.tag, event.step, value.simple_value) for event in _events(path.read_bytes()) for value in event.summary.value
+    ]
     assert shown == [("t/loss", 1, 0.5), ("t/loss", 2, 1.0)]
 
 

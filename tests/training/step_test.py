@@ -103,5 +103,5 @@ def test_what_cannot_work_is_an_error_that_names_the_argument():
         step.make_step(_loss, optax.sgd(0.1), accumulate=0)
     with pytest.raises(ValueError, match="accumulate must divide the batch of 12, got 5"):
         step.make_step(_loss, optax.sgd(0.1), accumulate=5)(_state(optax.sgd(0.1)), _batch())
-    with pytest.raises(ValueError, match="ema_decay must be None for a state without an average, got 0.9"):
+    with pytest.raises(ValueError, match=r"ema_decay must be None for a state without an average, got 0\.9"):
         step.make_step(_loss, optax.sgd(0.1), ema_decay=0.9)(_state(optax.sgd(0.1)), _batch())
