@@ -8,11 +8,13 @@ overwritten without --overwrite. On TPU pods and under Slurm every process start
 elsewhere each is told --coordinator_address, --num_processes and --process_id.
 """
 
+import contextlib
 import difflib
 import errno
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -79,7 +81,7 @@ def parse(arguments: list[str]) -> list[str]:
     except flags.Error as error:
         sys.exit(str(error))
     except Exception as error:  # the config file is any Python
-        sys.exit(f"--config: {error}")
+        sys.exit(f"--config: {error if not isinstance(error, KeyError) else f'{error} is not among its variants'}")
 
 
 def _check_keys(arguments: list[str]) -> None:
@@ -116,7 +118,7 @@ def _keys(config: ConfigDict, prefix: str = "") -> list[str]:
 def summarise(config: ConfigDict, workdir: Workdir, outcome: dict) -> None:
     """Writes summary.json and shows the claims."""
     claims = outcome.get("claims", [])
-    if config.get("variant") == "smoke":
+    if config.get("variant", _variant()) == "smoke":
         claims = claims_lib.unjudged(claims)
     workdir.finish(
         {
@@ -161,15 +163,28 @@ def _initialise_processes() -> None:
         if missing:
             sys.exit(f"--{missing[0]} must be given too: the three flags of several processes belong together")
         jax.distributed.initialize(**told)
-    elif _is_cluster():
+    elif _is_slurm_step():
         jax.distributed.initialize()
+    elif _is_tpu_host():
+        # The hosts of a pod find each other through its metadata; a host that is alone has no coordinator, and needs none.
+        with contextlib.suppress(ValueError):
+            jax.distributed.initialize()
 
 
-def _is_cluster() -> bool:
-    """Whether the environment names several processes that JAX finds by itself."""
-    slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
-    pod = len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1 or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ
-    return slurm or pod
+def _is_slurm_step() -> bool:
+    """Whether srun started several of this process; a batch script or a shell of salloc is one process beside its tasks."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
+    return all(name in os.environ for name in names) and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def _is_tpu_host() -> bool:
+    chips = pathlib.Path("/dev/accel0").exists() or pathlib.Path("/dev/vfio/0").exists()
+    wanted = os.environ.get("JAX_PLATFORMS", "tpu")
+    return chips and "tpu" in wanted and importlib.util.find_spec("libtpu") is not None
+
+
+def _variant() -> str:
+    return flags.FLAGS["config"].config_filename.partition(":")[2]
 
 
 def _import(experiment: str) -> types.ModuleType:

@@ -7,17 +7,21 @@ fingerprint of the state: a weighted sum of the bits of every leaf, computed on 
 cannot be read or does not match is moved aside, with a warning, and the one before it is taken.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import math
 import pathlib
+import re
 import shutil
+import sys
 import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt
@@ -49,7 +53,7 @@ class Checkpointer:
     def __init__(self, directory: pathlib.Path, *, keep: int = 3, best: str | None = None):
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every phase of every save
+        _hush()
         self._directory = directory.absolute()
         self._best = best
         policies = [checkpoint_managers.LatestN(keep)]
@@ -78,7 +82,7 @@ class Checkpointer:
         Args:
           step: its number; one that exists is left alone.
           state: may be donated as soon as this returns.
-          record: what JSON can hold; may be changed as soon as this returns.
+          record: what JSON can hold; with several processes, the first one's is kept.
           metrics: with the metric named `best`, if there is one.
 
         Raises:
@@ -89,8 +93,9 @@ class Checkpointer:
         if step in self._manager.all_steps():
             return
         plain = _without_key_types(state)
-        record = {**record, "structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
-        record = json.loads(json.dumps(record))  # a copy: it is written later, and the caller may have changed his by then
+        # A copy, since the caller goes on appending to what Orbax writes later.
+        record = json.loads(json.dumps(record))
+        record |= {"structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
         record["hash"] = _hash(record)
         chosen = {self._best: metrics[self._best]} if self._best and metrics else None
         args = ocp.args.Composite(state=ocp.args.StandardSave(plain), record=ocp.args.JsonSave(record))
@@ -101,18 +106,24 @@ class Checkpointer:
 
         Raises:
           ValueError: if a sound checkpoint is of another structure or shape than `like`.
+          OSError, MemoryError, jax.errors.JaxRuntimeError: where it is not the checkpoint's fault: a file that may not be
+            read, or a device without the memory for it.
         """
         for step in sorted(self._manager.all_steps(), reverse=True):
+            restored = reason = None
             try:
-                return self._restore(step, like)
+                restored = self._restore(step, like)
             except _Mismatch as error:
                 raise ValueError(f"the checkpoint {self._directory / str(step)} is of another model: {error}") from error
             except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
                 raise  # the checkpoint may be sound; the machine is at fault
             except Exception as error:  # a damaged file surfaces as anything from KeyError to ValueError
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                warnings.warn(f"skipping the damaged checkpoint {self._directory / str(step)}: {reason[:200]}", stacklevel=2)
-                self._set_aside(step)
+            if _everywhere(restored is not None):
+                return restored
+            reason = reason or "another process cannot read it"
+            warnings.warn(f"skipping the damaged checkpoint {self._directory / str(step)}: {reason[:200]}", stacklevel=2)
+            self._set_aside(step)
         return None
 
     def wait(self) -> None:
@@ -149,6 +160,30 @@ class Checkpointer:
 
 class _Mismatch(Exception):
     pass
+
+
+@functools.cache
+def _hush() -> None:
+    """Keeps Orbax from telling every phase of every save, and from printing what it raises once more per thread and task.
+
+    A full disk or a damaged file would otherwise be hundreds of lines with the one that matters among them.
+    """
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    logging.getLogger("asyncio").addFilter(lambda record: not re.search("orbax|tensorstore", record.getMessage()))
+    before = sys.unraisablehook
+
+    def report(unraisable):
+        code = getattr(unraisable.object, "cr_code", None)
+        abandoned = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+        if not abandoned and not (code and "orbax" in code.co_filename):
+            before(unraisable)
+
+    sys.unraisablehook = report
+
+
+def _everywhere(fine: bool) -> bool:
+    """Whether it is so on every process."""
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(fine)))) if jax.process_count() > 1 else fine
 
 
 def _without_key_types(state: TrainState) -> TrainState:

@@ -5,6 +5,7 @@ computed, and are read all at once. What a checkpoint holds beside the state (wh
 which metrics wait to be averaged) makes a resumed run repeat the uninterrupted one bit for bit on the same devices.
 """
 
+import base64
 import itertools
 import math
 import signal
@@ -13,18 +14,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxml25.training import mesh as meshes
 from jaxml25.training.checkpoints import Checkpointer
 from jaxml25.training.step import StepFn
-from jaxml25.training.train_state import TrainState
+from jaxml25.training.train_state import TrainState, trained
 from jaxml25.training.workdir import Workdir
 
 
 class NonFiniteError(ArithmeticError):
-    """A metric was NaN or infinite; the checkpoints written before it are sound."""
+    """A metric or a parameter was NaN or infinite; the checkpoints written before it are sound."""
 
 
 def fit(
@@ -63,8 +65,10 @@ def fit(
       The final state; at once if the stage was finished before.
 
     Raises:
-      NonFiniteError: if a metric is NaN or infinite, naming it and its step. No checkpoint is written from that step on.
-      ValueError: if a number is below 1, `best` names no metric, `batches` cannot be resumed, or a checkpoint is of another model.
+      NonFiniteError: if a metric is NaN or infinite, or a parameter where a checkpoint is due; the message names it and the
+        step. No checkpoint is written from that step on.
+      ValueError: if a number is below 1, `best` names no metric, `batches` cannot be resumed or end too early, or a checkpoint
+        is of another model.
     """
     for argument, value in (("num_steps", num_steps), ("log_every", log_every), ("checkpoint_every", checkpoint_every)):
         if value < 1:
@@ -102,9 +106,10 @@ def _fit(workdir, name, state, step_fn, feed, checkpointer, num_steps, log_every
                 means = _means(waiting)
                 rows.append(workdir.log(means, step=step, namespace=name))
                 waiting = []
-                bar.advance(step - shown, f"loss {means['loss']:.4g}")
+                bar.advance(step - shown, f"loss {means['loss']:.4g}" if "loss" in means else "")
                 shown = step
             if saves:
+                _check_finite(name, state, step)
                 record = {"data": feed.get_state(), "rows": rows, "waiting": waiting}
                 checkpointer.save(step, state, record, rows[-1] if rows else None)
             if stop:
@@ -124,18 +129,22 @@ class _Feed:
             raise ValueError(f"batches must have get_state and set_state, or be a function of the step, got {batches!r}")
 
     def batch(self, step: int) -> Any:
-        batch = self._batches(step) if self._counts else next(self._batches)
+        try:
+            batch = self._batches(step) if self._counts else next(self._batches)
+        except StopIteration:
+            raise ValueError(f"batches must last for the whole stage, got no batch for step {step + 1}") from None
         return batch if self._mesh is None else meshes.shard_batch(batch, self._mesh)
 
     def get_state(self) -> Any:
+        """What JSON can hold; bytes, which Grain's data loaders have, as text in a list of one."""
         if self._counts:
             return None
         state = self._batches.get_state()
-        return state.decode() if isinstance(state, bytes) else state
+        return [base64.b64encode(state).decode()] if isinstance(state, bytes) else {"state": state}
 
     def set_state(self, state: Any) -> None:
         if not self._counts:
-            self._batches.set_state(state)
+            self._batches.set_state(base64.b64decode(state[0]) if isinstance(state, list) else state["state"])
 
 
 class Interruption:
@@ -177,6 +186,20 @@ def _read(name: str, metrics: list[dict[str, Any]], step: int) -> list[dict[str,
             if not math.isfinite(value):
                 raise NonFiniteError(f"{name}: {key} is {value} at step {number}; the last checkpoint before it was kept")
     return read
+
+
+@jax.jit
+def _finite(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.all(jnp.isfinite(leaf)), tree)
+
+
+def _check_finite(name: str, state: TrainState, step: int) -> None:
+    """Metrics can be finite where the parameters they lead to are not."""
+    for tree, what in ((state.params, "parameter"), (state.ema, "average")):
+        for path, fine in jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(trained(tree)))):
+            if not fine:
+                leaf = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise NonFiniteError(f"{name}: {what} {leaf} is not finite after step {step}; the last checkpoint was kept")
 
 
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -68,27 +69,38 @@ def shard(tree: Any, rules: Rules, mesh: Mesh) -> Any:
 def shard_batch(batch: Any, mesh: Mesh, axis: str = "data") -> Any:
     """Joins the parts of a batch that the processes hold into global arrays, split along their leading dimension.
 
+    Each process hands in its own rows, as many as the others. Where its devices need rows of others too (the mesh's other axes
+    span processes), the parts are exchanged.
+
     Raises:
-      ValueError: if the mesh has no such axis, it does not divide the global batch, or it does not tell the processes apart.
+      ValueError: if the mesh has no such axis, it does not divide the global batch, or there is an array without dimensions.
     """
     if axis not in mesh.shape:
         raise ValueError(f"axis must be one of the mesh's {tuple(mesh.shape)}, got {axis!r}")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
-    def join(part):
+    def join(path, part):
         part = np.asarray(part)
+        if not part.ndim:
+            raise ValueError(
+                f"batch must hold arrays with a leading dimension, got a scalar at {jax.tree_util.keystr(path)!r}"
+            )
         total = part.shape[0] * jax.process_count()
         if total % mesh.shape[axis]:
             raise ValueError(f"batch must divide over the {mesh.shape[axis]} devices of axis {axis!r}, got {total} rows")
         shape = (total, *part.shape[1:])
-        own = {range(*index[0].indices(total)) for index in sharding.addressable_devices_indices_map(shape).values()}
-        if sum(map(len, own)) != part.shape[0]:
-            raise ValueError(
-                f"axis {axis!r} must split the batch into one part per process, got the mesh {dict(mesh.shape)}"
-            )
-        return jax.make_array_from_process_local_data(sharding, part, shape)
+        if _rows_here(sharding, shape) == part.shape[0]:
+            return jax.make_array_from_process_local_data(sharding, part, shape)
+        whole = multihost_utils.process_allgather(part, tiled=True)
+        return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
 
-    return jax.tree.map(join, batch)
+    return jax.tree_util.tree_map_with_path(join, batch)
+
+
+def _rows_here(sharding: NamedSharding, shape: tuple[int, ...]) -> int:
+    """How many rows of a global array this process's devices hold, copies not counted."""
+    parts = {index[0].indices(shape[0])[:2] for index in sharding.addressable_devices_indices_map(shape).values()}
+    return sum(stop - start for start, stop in parts)
 
 
 def _check(name: str, shape: tuple[int, ...], spec: tuple, mesh: Mesh) -> None:

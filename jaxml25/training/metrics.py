@@ -9,10 +9,13 @@ import json
 import math
 import pathlib
 import shutil
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.summary import scalar
 
 
 class Metrics:
@@ -29,7 +32,9 @@ class Metrics:
         if enabled:
             shutil.rmtree(directory / "tensorboard", ignore_errors=True)
             self._file = (directory / "metrics.jsonl").open("w", encoding="utf-8")
-            self._events = SummaryWriter(str(directory / "tensorboard"))
+            (directory / "tensorboard").mkdir()
+            # Not SummaryWriter: its thread dies of a full disk in silence, and the run then waits for it forever.
+            self._events = EventsWriter(str(directory / "tensorboard" / "events"))
 
     def write(self, scalars: Mapping[str, Any], *, step: int | None = None, namespace: str = "") -> dict[str, Any]:
         """Writes one row and returns it.
@@ -54,7 +59,9 @@ class Metrics:
         prefix = f"{row['namespace']}/" if "namespace" in row else ""
         for name, value in row.items():
             if name not in ("namespace", "step") and isinstance(value, int | float) and math.isfinite(value):
-                self._events.add_scalar(prefix + name, value, row.get("step"))
+                summary = scalar(prefix + name, value)
+                self._events.write_event(Event(wall_time=time.time(), step=row.get("step"), summary=summary))
+        self._events.flush()
 
     def close(self) -> None:
         """Flushes and closes the files."""

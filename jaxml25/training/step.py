@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Key
 
 from jaxml25.training import ema
-from jaxml25.training.train_state import TrainState
+from jaxml25.training.train_state import TrainState, join, trained
 
 LossFn = Callable[[Any, Key[Array, ""], Any], tuple[Array, dict[str, Array]]]
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]]
@@ -45,9 +45,14 @@ def make_step(
             raise ValueError(f"ema_decay must be None for a state without an average, got {ema_decay}")
         key = jax.random.fold_in(state.key, state.step)
         gradient, metrics = _gradient(loss_fn, state.params, key, batch, accumulate)
-        loss = {"value": metrics["loss"], "grad": gradient, "value_fn": lambda params: loss_fn(params, key, batch)[0]}
-        updates, opt_state = optimiser.update(gradient, state.opt_state, state.params, **loss)
-        params = optax.apply_updates(state.params, updates)
+        leaves = trained(state.params)
+
+        def value_fn(leaves):
+            return loss_fn(join(leaves, state.params), key, batch)[0]
+
+        loss = {"value": metrics["loss"], "grad": gradient, "value_fn": value_fn}
+        updates, opt_state = optimiser.update(gradient, state.opt_state, leaves, **loss)
+        params = join(optax.apply_updates(leaves, updates), state.params)
         average = state.ema if ema_decay is None else ema.update(state.ema, params, state.step, ema_decay)
         # A loss that is finite can still have a gradient or an update that is not, so the guard sees those too.
         metrics |= {"grad_norm": optax.tree.norm(gradient), "update_norm": optax.tree.norm(updates)}
@@ -58,7 +63,10 @@ def make_step(
 
 def _gradient(loss_fn: LossFn, params: Any, key: Key[Array, ""], batch: Any, accumulate: int):
     def evaluate(key, batch):
-        (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, key, batch)
+        def loss_of(leaves):
+            return loss_fn(join(leaves, params), key, batch)
+
+        (loss, aux), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained(params))
         return gradient, {"loss": loss, **{name: value + 0.0 for name, value in aux.items()}}  # bools do not add up
 
     if accumulate == 1:
@@ -69,9 +77,8 @@ def _gradient(loss_fn: LossFn, params: Any, key: Key[Array, ""], batch: Any, acc
 
     parts = jax.tree.map(lambda leaf: _split(leaf, accumulate), batch)
     inputs = (jax.random.split(key, accumulate), parts)
-    first = jax.tree.map(lambda leaf: leaf[0], inputs)
-    rest = jax.tree.map(lambda leaf: leaf[1:], inputs)
-    total, _ = jax.lax.scan(add, evaluate(*first), rest)
+    shapes = jax.eval_shape(evaluate, *jax.tree.map(lambda leaf: leaf[0], inputs))
+    total, _ = jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), inputs)
     return jax.tree.map(lambda leaf: leaf / accumulate, total)
 
 

@@ -23,10 +23,28 @@ def init(key: Key[Array, ""], params: Any, optimiser: optax.GradientTransformati
 
     Args:
       key: source of every step's randomness.
-      params: any pytree of arrays.
+      params: any pytree of arrays and numbers; leaves that are not floating point are carried along, not trained.
       optimiser: any optax optimiser.
       ema: whether to average the parameters, from a copy of these on.
     """
+    params = jax.tree.map(_array, params)
     average = jax.tree.map(jnp.copy, params) if ema else None
-    opt_state = jax.tree.map(jnp.copy, optimiser.init(params))  # some keep one array twice, which cannot be donated
+    # Copied, since some optimisers keep one array twice, which cannot be donated.
+    opt_state = jax.tree.map(jnp.copy, optimiser.init(trained(params)))
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, average, key)
+
+
+def trained(params: Any) -> Any:
+    """The leaves that have gradients; None, which is no leaf, where the others were."""
+    return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, params)
+
+
+def join(leaves: Any, params: Any) -> Any:
+    """Puts what `trained` selected, or an update of it, back among the other leaves of `params`."""
+    return jax.tree.map(lambda new, old: old if new is None else new, leaves, params, is_leaf=lambda leaf: leaf is None)
+
+
+def _array(leaf: Any) -> Array:
+    leaf = jnp.asarray(leaf)
+    # A weakly typed leaf becomes strong in the first step, which would be compiled a second time for it.
+    return leaf.astype(leaf.dtype) if leaf.aval.weak_type else leaf

@@ -21,7 +21,6 @@ from typing import Any, Protocol, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -53,25 +52,29 @@ class Workdir:
         self.path = pathlib.Path(path).expanduser().absolute()
         self._leads = jax.process_index() == 0
         self._console = Console(quiet=not self._leads)
+        self._shown: Progress | None = None
+        problem = self._open(config, overwrite)
+        if jax.process_count() > 1 and not multihost_utils.broadcast_one_to_all(np.asarray(problem is None)):
+            problem = problem or WorkdirError(f"process 0 cannot use workdir {self.path}")
+        if problem is not None:
+            raise problem
+        self._start = time.perf_counter()
+
+    def _open(self, config: Mapping[str, Any] | None, overwrite: bool) -> WorkdirError | None:
         try:
             if self._leads:
                 _prepare(self.path, config, overwrite)
             self._metrics = Metrics(self.path, enabled=self._leads)
-        except OSError as error:
-            failure = WorkdirError(f"cannot write workdir {self.path}: {error.strerror or error}")
         except WorkdirError as error:
-            failure = error
-        else:
-            failure = None
-        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.array(failure is not None)):
-            failure = failure or WorkdirError(f"process 0 cannot use workdir {self.path}")
-        if failure is not None:
-            raise failure
-        self._start = time.perf_counter()
+            return error
+        except OSError as error:
+            return WorkdirError(f"cannot write workdir {self.path}: {error.strerror or error}")
+        return None
 
     def say(self, text: Any) -> None:
         """Prints a line, or anything rich can render."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=isinstance(text, str))
+        plain = isinstance(text, str)  # not to be wrapped at 80 columns, nor searched for brackets
+        self._console.print(text, highlight=False, markup=not plain, soft_wrap=plain)
 
     def log(self, scalars: Mapping[str, Any], step: int | None = None, namespace: str = "") -> dict[str, Any]:
         """Writes a row of scalars; see `Metrics.write`."""
@@ -82,8 +85,8 @@ class Workdir:
         for row in rows:
             self._metrics.repeat(row)
 
-    def figure(self, name: str, figure: Figure) -> None:
-        """Saves a figure as figures/<name>.png and closes it."""
+    def figure(self, name: str, figure: Any) -> None:
+        """Saves a figure of Matplotlib's as figures/<name>.png and closes it."""
         from matplotlib import pyplot
 
         if self._leads:
@@ -106,17 +109,26 @@ class Workdir:
         if not (self._console.is_terminal and self._leads) or self._console.is_jupyter:
             yield _Lines(self, description, total, done)
             return
+        if self._shown is not None:  # a bar within a bar is one more line of it
+            task = self._shown.add_task(description, total=total, completed=done, note="")
+            try:
+                yield _Live(self._shown, task)
+            finally:
+                self._shown.remove_task(task)
+            return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console) as shown:
-            task = shown.add_task(description, total=total, completed=done, note="")
-            yield _Live(shown, task)
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console) as self._shown:
+            try:
+                yield _Live(self._shown, self._shown.add_task(description, total=total, completed=done, note=""))
+            finally:
+                self._shown = None
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json, whole or not at all, and closes the files."""
         self.close()
         if self._leads:
             temporary = self.path / "summary.json.tmp"
-            temporary.write_text(json.dumps(summary, indent=2, default=_plain) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(summary, indent=2, default=_as_json) + "\n", encoding="utf-8")
             temporary.replace(self.path / "summary.json")
 
     def close(self) -> None:
@@ -159,8 +171,10 @@ class _Lines:
             self._workdir.say(f"{self._description}: {self._done}{of} {self._note}".rstrip())
 
 
-def _plain(value: Any) -> Any:
-    return np.asarray(value).tolist()
+def _as_json(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"summary must hold numbers, text, lists and dicts, got {value!r}")
 
 
 def _prepare(path: pathlib.Path, config: Mapping[str, Any] | None, overwrite: bool) -> None:
