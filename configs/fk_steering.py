@@ -33,6 +33,7 @@ def get_config(variant: str = "small") -> ConfigDict:
     config.parts = ("images",) if variant == "paper" else ("gaussian", "digits", "text")
     config.gaussian = gaussian(smoke)
     config.digits = digits(smoke)
+    config.train = config.digits.train  # the same object: the digits model is what this experiment trains first of all
     config.text = text(smoke)
     config.images = images()
     return config
@@ -43,8 +44,11 @@ def gaussian(smoke: bool) -> ConfigDict:
         {
             "particles": (4, 16) if smoke else (4, 16, 64),
             "runs": 50 if smoke else 4_000,
+            "data_mean": 0.3,
+            "data_variance": 0.6,  # the 50-step sampler's law is then N(0.299, 0.523)
             "steps": 50,
             "every": 5,
+            "reward_at": "current",
             "lam": 2.0,
             "deviations": 4.0,
         }
@@ -64,7 +68,7 @@ def digits(smoke: bool) -> ConfigDict:
             },
             "optimiser": {
                 "name": "adamw",
-                "learning_rate": 1e-3,
+                "learning_rate": 2e-3,
                 "schedule": "cosine",
                 "warmup_steps": 200,
                 "clip_norm": 1.0,
@@ -82,7 +86,39 @@ def digits(smoke: bool) -> ConfigDict:
 
 
 def text(smoke: bool) -> ConfigDict:
-    return ConfigDict({})
+    return ConfigDict(
+        {
+            "train": {
+                "steps": 10 if smoke else 1_200,
+                "batch_size": 8 if smoke else 32,
+                "stride": 16,
+                "checkpoint_every": 5 if smoke else 400,
+                "log_every": 5 if smoke else 50,
+                "ema_decay": 0.99,
+            },
+            "optimiser": {
+                "name": "adamw",
+                "learning_rate": 2e-3,
+                "schedule": "cosine",
+                "warmup_steps": 100,
+                "clip_norm": 1.0,
+            },
+            "network": {
+                "hidden": 16 if smoke else 128,
+                "layers": 1 if smoke else 3,
+                "heads": 2 if smoke else 4,
+                "use_time": False,
+            },
+            "length": 16 if smoke else 64,
+            "particles": (1, 2) if smoke else (1, 2, 4, 8),
+            "repeats": 2 if smoke else 16,
+            "seeds": (0,) if smoke else (0, 1, 2),
+            "steps": 4 if smoke else 32,
+            "every": 2 if smoke else 4,
+            "num_x0_samples": 4,
+            "lam": {"likely": 30.0, "three": 5.0},
+        }
+    )
 
 
 def images() -> ConfigDict:

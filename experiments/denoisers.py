@@ -88,7 +88,9 @@ def _train(
     """Runs the loop, or takes up where a killed run left off; returns the averaged parameters."""
     key = jax.random.key(seed)
     params = network.init(jax.random.fold_in(key, 0), *example)["params"]
-    optimiser = optimisers.make_optimiser(config.optimiser, config.train.steps)
+    # A shorter run, asked for on the command line, warms up in proportion.
+    warmup_steps = min(config.optimiser.warmup_steps, config.train.steps // 10)
+    optimiser = optimisers.make_optimiser({**config.optimiser, "warmup_steps": warmup_steps}, config.train.steps)
     state = train_state.init(jax.random.fold_in(key, 1), params, optimiser, ema=True)
     state = mesh.shard(state, {}, devices)
     batches = pipeline.make_batches(source, batch_size=config.train.batch_size, seed=seed)
@@ -101,5 +103,6 @@ def _train(
         num_steps=config.train.steps,
         log_every=config.train.log_every,
         checkpoint_every=config.train.checkpoint_every,
+        mesh=devices,
     )
     return state.ema

@@ -23,6 +23,7 @@ import re
 import runpy
 import signal
 import sys
+import types
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -59,7 +60,7 @@ def main(arguments) -> None:
     try:
         if jax.process_count() == 1:
             signal.signal(signal.SIGTERM, _terminated)
-        experiment = importlib.import_module(_module_name(config.experiment))
+        experiment = _import(config.experiment)
         workdir = Workdir(_WORKDIR.value, config=_plain(config), overwrite=_OVERWRITE.value)
         outcome = experiment.run(config, workdir)
         summarise(config, workdir, outcome)
@@ -186,8 +187,14 @@ def _variant() -> str:
     return flags.FLAGS["config"].config_filename.partition(":")[2]
 
 
-def _module_name(experiment: str) -> str:
-    return experiment if "." in experiment else f"experiments.{experiment}"
+def _import(experiment: str) -> types.ModuleType:
+    name = experiment if "." in experiment else f"experiments.{experiment}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # it is there, and what it needs is not
+        sys.exit(f"there is no experiment {experiment!r}: no module {error.name}")
 
 
 def _terminated(number, frame) -> None:

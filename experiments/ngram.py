@@ -9,6 +9,7 @@ where h' drops the oldest character of h. Counts live in hashed tables of fixed 
 Reference: D. MacKay and L. Peto, "A hierarchical Dirichlet language model", Natural Language Engineering 1(3), 1995.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -38,11 +39,7 @@ def fit(tokens: Int[Array, "length"], *, order: int, vocabulary: int, strength: 
     """
     if order < 1:
         raise ValueError(f"order must be at least 1, got {order}")
-    ones = jnp.ones(tokens.shape)
-    count = jax.jit(lambda keys: jnp.zeros(_BUCKETS).at[keys].add(ones))
-    joint = tuple(count(_joint_keys(tokens, n)) for n in range(1, order + 1))
-    context = tuple(count(_context_keys(tokens, n)) for n in range(1, order + 1))
-    return NGram(joint, context, vocabulary, strength)
+    return NGram(*_count(tokens, order), vocabulary, strength)
 
 
 def log_likelihood(model: NGram, tokens: Int[Array, "*batch length"]) -> Float[Array, "*batch"]:
@@ -52,6 +49,12 @@ def log_likelihood(model: NGram, tokens: Int[Array, "*batch length"]) -> Float[A
         seen, total = joint[_joint_keys(tokens, n)], context[_context_keys(tokens, n)]
         probability = (seen + model.strength * probability) / (total + model.strength)
     return jnp.mean(jnp.log(probability), axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames="order")
+def _count(tokens, order):
+    tables = lambda keys: tuple(jnp.zeros(_BUCKETS).at[keys(tokens, n)].add(1.0) for n in range(1, order + 1))
+    return tables(_joint_keys), tables(_context_keys)
 
 
 def _joint_keys(tokens, order):

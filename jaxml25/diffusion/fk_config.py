@@ -21,12 +21,12 @@ class Config:
       potential: `diff`, `max`, `add`, `rt`, `is` (importance sampling: nothing is scored before the end), `bon` (best-of-n:
         independent samples, sorted by reward), or a `potentials.Potential` of your own.
       lam: strength lambda of the tilt, finite; may be traced.
-      resample: a scheme of `resampling.SCHEMES`.
+      resample: a scheme of `resampling.SCHEMES`, or a function `(key, log_weights, num) -> ancestors` of your own.
       every: score every so many steps, from `start` to at most `stop`; -1 for none. The last step is always scored.
       start: first scored step, counted from 0 in running order.
       stop: last step that may be scored by `every`.
       ess_threshold: resample when the effective sample size falls below this share of K, in (0, 1]; the last step then
-        resamples only if `output` is `resampled`. None resamples at every scored step, the last one included.
+        resamples only if `output` is `resampled`. None resamples at every scored step, the last one included. May be traced.
       r_min: reward from which `diff`, `max` and `add` start. `max` clips every reward below it: set it for negative rewards.
       variant: `smc` is exact. `reference_image` and `reference_text` decide as the published code (`fk_reference`), and
         need `multinomial`; `reference` alone is `reference_image`.
@@ -45,11 +45,11 @@ class Config:
 
     potential: str | potentials.Potential = "diff"
     lam: Scalar = 10.0
-    resample: str = "systematic"
+    resample: str | resampling.Scheme = "systematic"
     every: int | np.integer = 20
     start: int | np.integer = 20
     stop: int | np.integer = 80
-    ess_threshold: float | None = 0.5
+    ess_threshold: Scalar | None = 0.5
     r_min: Scalar = 0.0
     variant: str = "smc"
     output: str = "best"
@@ -73,7 +73,8 @@ class Config:
             raise ValueError(f"every must be positive, or -1 for none, got {self.every}")
         if self.every > 0 and self.stop < self.start:
             raise ValueError(f"stop must be at least start = {self.start}, got {self.stop}")
-        if self.ess_threshold is not None and not 0 < self.ess_threshold <= 1:
+        threshold = self.ess_threshold
+        if threshold is not None and checks.is_concrete(threshold) and not 0 < threshold <= 1:
             raise ValueError(f"ess_threshold must be in (0, 1], got {self.ess_threshold}")
         if self.num_x0_samples < 1:
             raise ValueError(f"num_x0_samples must be at least 1, got {self.num_x0_samples}")

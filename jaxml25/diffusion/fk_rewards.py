@@ -56,6 +56,7 @@ def evaluator(reward: Reward, num_particles: int, *, host: bool, microbatch: int
 
     def on_host(num_rows, x0, info):
         def call(x0, step):
+            x0, step = jax.tree.map(np.asarray, (x0, step))
             rewards = np.asarray(reward(x0, RewardInfo(None, step, info.last)), dtype)
             check(rewards.shape, (num_rows,))
             return rewards

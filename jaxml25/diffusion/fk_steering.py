@@ -350,14 +350,12 @@ def _score(particles, rewards, lam, key, recorded, *, config, num_particles, axi
     degenerate = jnp.isneginf(total)
     ess = resampling.effective_sample_size(everyone)
 
-    resampled = _decide(ess, num_particles, config, last)
-    if replay:
-        drawn = recorded
-    elif config.variant == "smc":
-        drawn = resampling.get(config.resample)(key, everyone, num_particles)
-    else:
-        drawn = resampling.multinomial(jax.random.uniform(key, (num_particles,), everyone.dtype), everyone, num_particles)
-    parents = jnp.where(resampled, drawn, jnp.arange(num_particles, dtype=jnp.int32))
+    decision = _decide(ess, num_particles, config, last)
+    resampled = jnp.asarray(decision)
+    parents = jnp.arange(num_particles, dtype=jnp.int32)
+    if decision is not False:  # what is known while tracing never to resample draws nothing
+        drawn = recorded if replay else _draw(key, everyone, num_particles, config)
+        parents = jnp.where(resampled, drawn, parents)
     if last and config.potential == "bon":
         all_rewards = resampling.gather_log_weights(rewards, axis_name)
         parents = jnp.argsort(-all_rewards).astype(jnp.int32)
@@ -389,15 +387,23 @@ def _weigh(particles, rewards, is_nan, lam, last, config):
 
 
 def _decide(ess, num_particles, config, last):
-    """Whether the particles are resampled now."""
+    """Whether the particles are resampled now: a Python bool where the options alone decide."""
     if config.potential == "bon" or config.resample == "none":
-        return jnp.asarray(False)
+        return False
     if config.variant != "smc":
         options = {"variant": config.variant, "ess_threshold": config.ess_threshold, "last": last}
         return fk_reference.should_resample(ess, num_particles, **options)
     if config.ess_threshold is None or (last and config.output == "resampled"):
-        return jnp.asarray(True)
-    return jnp.asarray(False) if last else ess < config.ess_threshold * num_particles
+        return True
+    return False if last else ess < config.ess_threshold * num_particles
+
+
+def _draw(key, log_weights, num_particles, config):
+    """Draws ancestors; the published code draws them unsorted."""
+    if config.variant == "smc":
+        return resampling.get(config.resample)(key, log_weights, num_particles)
+    uniforms = jax.random.uniform(key, (num_particles,), log_weights.dtype)
+    return resampling.multinomial(uniforms, log_weights, num_particles)
 
 
 def _sum_all(flags: Bool[Array, "particles"], axis_name: str | None) -> Int[Array, ""]:

@@ -27,12 +27,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from jaxml25.diffusion import checks
 from jaxml25.diffusion.schedules import Scalar
 
-Rewards = Float[Array, "particles"]
+Rewards = Float[ArrayLike, "particles"]
 Last = Bool[Array, ""] | bool
 
 
@@ -98,7 +98,7 @@ def _advance(state: Running, statistic: Rewards, log_g: Rewards) -> Running:
     )
 
 
-def tilt(lam: Scalar, rewards: Rewards) -> Rewards:
+def tilt(lam: Scalar, rewards: Float[ArrayLike, "*shape"]) -> Float[Array, "*shape"]:
     """Computes lambda r, which is 0 at lambda = 0 even for r = -inf."""
     return jnp.where(jnp.asarray(lam) == 0, 0, lam * rewards)
 

@@ -34,6 +34,7 @@ from jaxml25.diffusion import checks
 
 Draws = Key[Array, ""] | Float[Array | np.ndarray, "*draws"]  # a key, or the uniforms in [0, 1) that it would have drawn
 LogWeights = Float[Array | np.ndarray, "particles"]
+_FEW_PAIRS = 2**14
 
 
 @functools.partial(jax.jit, static_argnames=("num",))
@@ -124,7 +125,7 @@ def residual(key: Draws, log_weights: LogWeights, num: int) -> Int[Array, "{num}
     drawn = _invert(_ordered_uniforms(spacings, num_left), jnp.where(num_left > 0, fractions, weights))
 
     slots = jnp.arange(num)
-    copied = jnp.searchsorted(jnp.cumsum(copies), slots, side="right")
+    copied = _search(jnp.cumsum(copies), slots, side="right")
     chosen = jnp.where(slots < total_copies, copied, drawn[jnp.maximum(slots - total_copies, 0)])
     return chosen.astype(jnp.int32)
 
@@ -208,14 +209,16 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-def get(name: str) -> Scheme:
-    """Looks a scheme up by name.
+def get(scheme: str | Scheme) -> Scheme:
+    """Looks a scheme up by name, or returns the user's own.
 
     Raises:
-      ValueError: if there is none; the message lists the names.
+      ValueError: if there is none of that name; the message lists them.
     """
-    checks.one_of("resample", name, tuple(SCHEMES))
-    return SCHEMES[name]
+    if callable(scheme):
+        return scheme
+    checks.one_of("resample", scheme, tuple(SCHEMES))
+    return SCHEMES[scheme]
 
 
 def effective_sample_size(log_weights: LogWeights) -> Float[Array, ""]:
@@ -328,7 +331,13 @@ def _ordered_uniforms(spacings: Float[Array, "n"], num: int | Int[Array, ""]) ->
 def _invert(points: Float[Array, "num"], weights: Float[Array, "particles"]) -> Int[Array, "num"]:
     """Equation (2) for arbitrary points in [0, 1]."""
     edges = jnp.cumsum(weights)
-    return _nearest_alive(jnp.searchsorted(edges / edges[-1], points, side="left"), weights)
+    return _nearest_alive(_search(edges / edges[-1], points, side="left"), weights)
+
+
+def _search(edges: Array, points: Array, *, side: str) -> Int[Array, "num"]:
+    """Finds points among edges: by comparing all pairs while they are few, which saves a loop to compile and to run."""
+    method = "compare_all" if edges.size * points.size <= _FEW_PAIRS else "scan"
+    return jnp.searchsorted(edges, points, side=side, method=method)
 
 
 def _nearest_alive(indices: Int[Array, "num"], weights: Float[Array, "particles"]) -> Int[Array, "num"]:
@@ -357,7 +366,7 @@ def _ancestors_below_edges(
 ) -> Int[Array, "{num}"]:
     """Finds the ancestor of every slot from the number of points at or below every edge."""
     edges = jax.lax.cummax(jnp.minimum(num_points, num))
-    return _nearest_alive(jnp.searchsorted(edges, jnp.arange(num), side="right"), weights)
+    return _nearest_alive(_search(edges, jnp.arange(num), side="right"), weights)
 
 
 def _split_expected(
@@ -371,7 +380,7 @@ def _split_expected(
 
 
 def _repeat(counts: Int[Array, "particles"], num: int) -> Int[Array, "{num}"]:
-    return jnp.searchsorted(jnp.cumsum(counts), jnp.arange(num), side="right").astype(jnp.int32)
+    return _search(jnp.cumsum(counts), jnp.arange(num), side="right").astype(jnp.int32)
 
 
 def _two_sum(a: Float[Array, "n"], b: Float[Array, "n"]) -> tuple[Float[Array, "n"], Float[Array, "n"]]:

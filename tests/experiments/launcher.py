@@ -90,9 +90,12 @@ class Run(NamedTuple):
         end = time.monotonic() + _SECONDS
         while (status := self.server.status(self.pid)) is None:
             if time.monotonic() > end:
-                os.kill(self.pid, signal.SIGKILL)
+                self.send_signal(signal.SIGKILL)
             time.sleep(0.02)
         return Result(status, self.output.read_text())
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
 
 
 def command(workdir, *more, variant="small", **options):
@@ -110,3 +113,20 @@ def rows(workdir):
 
 def summary(workdir):
     return json.loads((workdir / "summary.json").read_text())
+
+
+def wait_for_file(path):
+    end = time.monotonic() + _SECONDS
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path} in {_SECONDS} s"
+        time.sleep(0.01)
+
+
+def wait_for_step(workdir, step):
+    """Returns once there is a checkpoint of this step or a later one."""
+    newest, end = 0, time.monotonic() + _SECONDS
+    while newest < step:
+        assert time.monotonic() < end, f"no checkpoint of step {step} in {_SECONDS} s"
+        steps = [int(path.name) for path in workdir.glob("checkpoints/tiny/*") if path.name.isdigit()]
+        newest = max(steps, default=0)
+        time.sleep(0.002)

@@ -15,7 +15,7 @@ def get_config(variant: str = "small") -> ConfigDict:
             "variant": variant,
             "seed": 0,
             "mesh": {"data": -1, "model": 1},
-            "steps": {"small": 40, "long": 600}[variant],
+            "steps": {"small": 40, "long": 300}[variant],
             "log_every": 4,
             "checkpoint_every": 10,
             "accumulate": 1,
