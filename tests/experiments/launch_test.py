@@ -221,6 +221,34 @@ def test_two_processes_stop_together_go_on_and_end_with_the_curve_of_one(server,
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1
 
 
+def test_a_config_that_does_not_repeat_its_variant_is_judged_by_the_name_on_the_command_line(server, tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from tests.experiments import tiny_config\n"
+        "def get_config(variant):\n"
+        "    config = tiny_config.get_config()\n"
+        "    del config.variant\n"
+        "    config.steps = {'smoke': 4, 'small': 8}[variant]\n"
+        "    return config\n"
+    )
+    result = server.run(tmp_path / "output", [f"--config={config}:smoke", f"--workdir={tmp_path / 'run'}"])
+    assert result.status == 0 and "not judged" in result.output, result.output
+    assert launcher.summary(tmp_path / "run")["claims"][0]["holds"] is None
+    result = server.run(tmp_path / "wrong", [f"--config={config}:smal", f"--workdir={tmp_path / 'other'}"])
+    assert result.status == 1 and result.output == "--config: 'smal' is not among its variants\n"
+
+
+def test_the_tasks_of_a_slurm_step_start_as_one_run_and_a_batch_script_alone(monkeypatch):
+    for name, value in (("JOB_ID", "7"), ("STEP_NODELIST", "n[1-2]"), ("PROCID", "0"), ("LOCALID", "0"), ("NTASKS", "2")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert launch._is_slurm_step()
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert not launch._is_slurm_step()
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.delenv("SLURM_STEP_NODELIST")
+    assert not launch._is_slurm_step()
+
+
 def test_the_digest_is_that_of_the_numbers_in_the_order_of_their_paths():
     params = {"b": jnp.arange(3.0), "a": {"x": jnp.ones(2)}}
     digest = launch.params_digest(params)
