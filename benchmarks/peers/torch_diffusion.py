@@ -51,6 +51,54 @@ class Tasks:
                 x, best, product = x[parents], best[parents], (product * weight)[parents]
         return {"seconds": time.perf_counter() - start}
 
+    # The library's UNet2D, weight for weight ----------------------------------------------------------------------------
+
+    def dense(self, name, x):
+        return x @ self.arrays[f"unet/{name}/kernel"] + self.arrays[f"unet/{name}/bias"]
+
+    def conv(self, name, x, stride=1):
+        # Stored as height, width, in, out.
+        kernel = self.arrays[f"unet/{name}/kernel"].permute(3, 2, 0, 1)
+        return functional.conv2d(x, kernel, self.arrays[f"unet/{name}/bias"], stride=stride, padding=1)
+
+    def norm(self, name, x):
+        scale, bias = self.arrays[f"unet/{name}/scale"], self.arrays[f"unet/{name}/bias"]
+        return functional.group_norm(x, 8, scale, bias, eps=1e-6)
+
+    def block(self, name, x, embedding):
+        h = self.conv(f"{name}/conv_0", functional.silu(self.norm(f"{name}/norm_0", x)))
+        scale, shift = self.dense(f"{name}/modulate", embedding)[:, :, None, None].chunk(2, dim=1)
+        h = functional.silu((1 + scale) * self.norm(f"{name}/norm_1", h) + shift)
+        h = self.conv(f"{name}/conv_1", h)
+        if f"unet/{name}/shortcut/kernel" in self.arrays:
+            x = self.dense(f"{name}/shortcut", x.movedim(1, -1)).movedim(-1, 1)
+        return x + h
+
+    def unet(self, x, t):
+        """Two levels of two blocks, no attention; NCHW."""
+        width = self.arrays["unet/embedding/time_in/kernel"].shape[0]
+        frequencies = torch.exp(-np.log(10_000) * torch.arange(width // 2) / (width // 2))
+        angles = t[:, None].float() * frequencies
+        embedding = functional.silu(self.dense("embedding/time_in", torch.cat([angles.sin(), angles.cos()], dim=1)))
+        embedding = functional.silu(self.dense("embedding/time_out", embedding))
+        h = self.conv("conv_in", x)
+        skips = [h]
+        for level in (0, 1):
+            for i in range(2):
+                h = self.block(f"down_{level}_block_{i}", h, embedding)
+                skips.append(h)
+            if level == 0:
+                h = self.conv("down_0_halve", h, stride=2)
+                skips.append(h)
+        for i in range(2):
+            h = self.block(f"middle_block_{i}", h, embedding)
+        for level in (1, 0):
+            for i in range(3):
+                h = self.block(f"up_{level}_block_{i}", torch.cat([h, skips.pop()], dim=1), embedding)
+            if level == 1:
+                h = self.conv("up_1_double", functional.interpolate(h, scale_factor=2, mode="nearest"))
+        return self.conv("conv_out", functional.silu(self.norm("norm_out", h)))
+
     # Samplers ------------------------------------------------------------------------------------------------------------
 
     def unet_output(self, file):

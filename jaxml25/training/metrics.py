@@ -65,7 +65,7 @@ class Metrics:
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        if self._enabled:
+        if self._enabled and not self._file.closed:
             self._file.close()
             self._events.close()
 
