@@ -43,7 +43,7 @@ def gaussian(smoke: bool) -> ConfigDict:
     return ConfigDict(
         {
             "particles": (4, 16) if smoke else (4, 16, 64),
-            "runs": 50 if smoke else 4_000,
+            "runs": 50 if smoke else 2_000,
             "data_mean": 0.3,
             "data_variance": 0.6,  # the 50-step sampler's law is then N(0.299, 0.523)
             "steps": 50,
@@ -59,7 +59,7 @@ def digits(smoke: bool) -> ConfigDict:
     return ConfigDict(
         {
             "train": {
-                "steps": 20 if smoke else 3_000,
+                "steps": 20 if smoke else 2_000,
                 "batch_size": 32 if smoke else 256,
                 "checkpoint_every": 10 if smoke else 1_000,
                 "log_every": 5 if smoke else 100,
@@ -91,7 +91,7 @@ def text(smoke: bool) -> ConfigDict:
     return ConfigDict(
         {
             "train": {
-                "steps": 10 if smoke else 600,
+                "steps": 10 if smoke else 400,
                 "batch_size": 8 if smoke else 32,
                 "stride": 16,
                 "checkpoint_every": 5 if smoke else 200,
@@ -108,16 +108,17 @@ def text(smoke: bool) -> ConfigDict:
             },
             "network": {
                 "hidden": 16 if smoke else 128,
-                "layers": 1 if smoke else 3,
+                "layers": 1,
                 "heads": 2 if smoke else 4,
+                "window": 3 if smoke else 9,
                 "use_time": False,
             },
             "length": 16 if smoke else 64,
             "particles": (1, 2) if smoke else (1, 2, 4, 8),
-            "repeats": 2 if smoke else 16,
+            "repeats": 2 if smoke else 12,
             "seeds": (0,) if smoke else (0, 1, 2),
-            "steps": 4 if smoke else 32,
-            "every": 2 if smoke else 4,
+            "steps": 4 if smoke else 16,
+            "every": 2,
             "num_x0_samples": 4,
             "lam": {"likely": 30.0, "three": 5.0},
         }

@@ -49,11 +49,12 @@ def test_a_model_that_is_brought_along_is_steered_for_every_prompt(tmp_path):
         workdir = Workdir(tmp_path / loader)
         outcome = fk_images.run(_config(f"{__name__}:{loader}"), 0, workdir, mesh.make_mesh({"data": -1}))
         rows[loader] = [claim.measured for claim in outcome["claims"]]
+        workdir.close()
         assert (tmp_path / loader / "figures" / "images.png").stat().st_size > 0
         assert outcome["claims"][0].holds, f"steering with {name} earns more than the best of 4"
     np.testing.assert_allclose(rows["load"], rows["load_host"], rtol=1e-5)
 
 
-def test_a_model_that_is_not_named_is_an_error_that_says_what_is_expected(tmp_path):
+def test_a_model_that_is_not_named_is_an_error_that_says_what_is_expected():
     with pytest.raises(ValueError, match=r"config.images.model must be 'module:function'.*got ''"):
-        fk_images.run(fk_config.get_config("paper").images, 0, Workdir(tmp_path), mesh.make_mesh({"data": -1}))
+        fk_images.load("")
