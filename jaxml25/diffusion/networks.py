@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, Shaped
 
-Times = Shaped[Array, "batch"] | Shaped[Array, ""] | float | int
+Times = Shaped[Array, "..."] | float | int  # a scalar or one per example
 
 # For a mesh with an axis named "model": which dimension of a parameter, found by its path, is split over it. Attention is
 # split by heads and the wide layers by their width, so that a block needs one sum over devices per branch.
@@ -92,7 +92,7 @@ class UNet2D(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "batch height width channels"], t: Times, cond: Shaped[Array, "batch ..."] | None = None
+        self, x: Float[Array, "batch height width channels"], t: Times, cond: Shaped[Array, "..."] | None = None
     ) -> Float[Array, "batch height width channels"]:
         """Predicts epsilon, x0 or v, whatever it is trained for; see the module's docstring.
 
@@ -210,7 +210,7 @@ class DiT(nn.Module):
         self,
         x: Float[Array, "batch height width channels"] | Int[Array, "batch length"],
         t: Times,
-        cond: Int[Array, "batch"] | None = None,
+        cond: Shaped[Array, "..."] | None = None,
     ) -> Float[Array, "batch height width channels"] | Float[Array, "batch length vocab"]:
         """Predicts epsilon, x0 or v (images) or the clean tokens' logits (text); see the module's docstring.
 
@@ -291,7 +291,7 @@ class MLPDenoiser(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "batch dim"], t: Times, cond: Int[Array, "batch"] | None = None
+        self, x: Float[Array, "batch dim"], t: Times, cond: Shaped[Array, "..."] | None = None
     ) -> Float[Array, "batch dim"]:
         """Predicts epsilon, x0 or v, whatever it is trained for; see the module's docstring.
 

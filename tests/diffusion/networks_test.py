@@ -3,6 +3,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import traverse_util
 
@@ -12,12 +13,20 @@ LABELS = jnp.array([0, 2, 3])  # of three classes; 3 is the null class
 
 # name: (module, input, condition)
 NETWORKS = {
-    "unet": (networks.UNet2D((8, 16), 1, groups=4, self_attention=True, heads=2, num_classes=3), (3, 3, 2, 2), LABELS),
-    "unet with context": (networks.UNet2D((8,), 1, heads=2, cond_dim=3), (3, 2, 2, 1), jnp.ones((3, 2, 3))),
+    "unet": (networks.UNet2D((8, 16), 1, groups=4, num_classes=3), (3, 3, 2, 2), LABELS),
+    "unet with context": (
+        networks.UNet2D((8,), 1, self_attention=True, heads=2, cond_dim=3),
+        (3, 2, 2, 1),
+        jnp.ones((3, 2, 3)),
+    ),
     "image dit": (networks.DiT(16, 1, 2, patch=2, num_classes=3), (3, 4, 6, 2), LABELS),
-    "text dit": (networks.DiT(16, 2, 2, vocab=7, num_classes=3), (3, 5), LABELS),
-    "mlp": (networks.MLPDenoiser(16, 2, num_classes=3, embedding_dim=8), (3, 6), LABELS),
+    "text dit": (networks.DiT(16, 1, 2, vocab=7, window=3, num_classes=3), (3, 5), LABELS),
+    "mlp": (networks.MLPDenoiser(16, 1, num_classes=3, embedding_dim=8), (3, 6), LABELS),
 }
+# Every kind of block once, and quick to compile: for the tests that compile anew.
+SMALL = ("unet with context", "image dit", "text dit", "mlp")
+# Initialising draws every parameter by itself; with this generator that compiles many times faster.
+QUICK_KEY = jax.random.key(0, impl="unsafe_rbg")
 TIMES = jnp.array([3.0, 500.0, 999.0])
 
 
@@ -58,14 +67,14 @@ def apply():
 def test_an_untrained_network_has_an_epsilon_loss_of_one(name):
     module, shape, cond = NETWORKS[name]
     noise = jax.random.normal(jax.random.key(3), shape)
-    predicted, variables = jax.jit(module.init_with_output)(jax.random.key(0), noise, TIMES, cond)
+    predicted, variables = jax.jit(module.init_with_output)(QUICK_KEY, noise, TIMES, cond)
     assert abs(float(jnp.mean((predicted - noise) ** 2) / jnp.mean(noise**2)) - 1) < 0.05
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype("float32")}
 
 
 def test_an_untrained_text_network_gives_every_token_the_same_probability():
     module, _, cond = NETWORKS["text dit"]
-    logits, _ = jax.jit(module.init_with_output)(jax.random.key(0), network_input("text dit"), TIMES, cond)
+    logits, _ = jax.jit(module.init_with_output)(QUICK_KEY, network_input("text dit"), TIMES, cond)
     assert logits.shape == (3, 5, 7) and np.all(logits == 0)
 
 
@@ -109,7 +118,7 @@ def test_no_context_is_the_learned_null_token_and_context_is_a_set(params, apply
     np.testing.assert_allclose(run(null), run(jnp.repeat(null, 2, axis=1)), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", SMALL)
 def test_gradients_are_finite_and_reach_every_parameter(name, params):
     module, _, cond = NETWORKS[name]
     cond = None if name == "unet with context" else cond
@@ -120,7 +129,7 @@ def test_gradients_are_finite_and_reach_every_parameter(name, params):
     assert {path for path, g in gradient.items() if not np.any(g)} <= {path for path in gradient if "query" in path}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", SMALL)
 def test_everything_is_float64_when_inputs_and_parameters_are(name, params, apply):
     module, x, cond = NETWORKS[name][0], network_input(name), NETWORKS[name][2]
     single = apply[name](params[name], x, TIMES, cond)
@@ -133,7 +142,7 @@ def test_everything_is_float64_when_inputs_and_parameters_are(name, params, appl
     np.testing.assert_allclose(double, single, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["unet", "text dit", "mlp"])
+@pytest.mark.parametrize("name", ["unet with context", "text dit"])
 def test_bfloat16_compute_leaves_parameters_and_output_in_float32(name, params, apply):
     module, x, cond = NETWORKS[name][0], network_input(name), NETWORKS[name][2]
     half = module.clone(dtype=jnp.bfloat16)
@@ -180,9 +189,9 @@ def test_timestep_embedding_is_sines_then_cosines():
     np.testing.assert_allclose(embedded[1], [np.sin(2), np.sin(0.02), np.cos(2), np.cos(0.02)], rtol=1e-6)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (3, 7), (8, 8)])
+@pytest.mark.parametrize("size", [(1, 1), (3, 7)])
 def test_unet_keeps_any_image_size(size):
-    module = networks.UNet2D((8, 8, 8), 1, groups=4)
+    module = networks.UNet2D((8, 8, 8), 1)
     x = jnp.zeros((1, *size, 3))
     params = jax.eval_shape(module.init, jax.random.key(0), x, 0)
     assert jax.eval_shape(module.apply, params, x, 0).shape == x.shape
@@ -194,6 +203,11 @@ def test_dit_patches_are_squares_of_the_image():
     assert patches.shape == (2, 6, 12)
     np.testing.assert_array_equal(patches[1, 4], image[1, 2:4, 2:4].ravel())
     np.testing.assert_array_equal(networks._from_patches(patches, image.shape, 2), image)
+
+
+def test_windows_are_the_neighbours_in_order_with_zeros_beyond_the_ends():
+    windows = networks._windows(jnp.array([[[1.0], [2.0], [3.0]]]), 3)
+    np.testing.assert_array_equal(windows[0], [[0, 1, 2], [1, 2, 3], [2, 3, 0]])
 
 
 @pytest.mark.parametrize("axes", [1, 2])
@@ -218,7 +232,7 @@ def test_the_text_network_sees_order(positions):
 
 def test_a_network_without_time_ignores_it_and_a_single_token_is_a_sequence():
     module, token = networks.DiT(16, 1, 2, vocab=5, use_time=False), jnp.array([[4]])
-    variables = jax.jit(module.init)(jax.random.key(0), token, 0.0)
+    variables = jax.jit(module.init)(QUICK_KEY, token, 0.0)
     run = jax.jit(lambda params, t: module.apply(params, token, t))
     moved = jax.tree.map(lambda leaf: leaf + 0.3, variables)
     np.testing.assert_array_equal(run(moved, 0.0), run(moved, 0.9))
@@ -232,18 +246,24 @@ def test_time_scale_multiplies_time(params, apply):
 
 
 def test_the_text_network_trains_and_samples_through_masked_diffusion():
-    module = networks.DiT(16, 1, 2, vocab=4, use_time=False)
+    module = networks.DiT(16, 1, 2, vocab=4, positions="learned", use_time=False)
     schedule, x0 = masked.MaskedSchedule(), jnp.tile(jnp.array([1, 2, 3]), (32, 2))  # the mask is token 0
-    params = jax.jit(module.init)(jax.random.key(0), x0, 0.0)["params"]
+    params = jax.jit(module.init)(QUICK_KEY, x0, 0.0)["params"]
     denoiser = lambda params: lambda x, t, cond: module.apply({"params": params}, x, t, cond)
+
+    optimiser = optax.adam(1e-2)
 
     @jax.jit
     def train(params):
-        def body(params, key):
-            loss, gradient = jax.value_and_grad(lambda p: masked.masked_loss(key, denoiser(p), x0, schedule, 0)[0])(params)
-            return jax.tree.map(lambda p, g: p - 0.3 * g, params, gradient), loss
+        def body(carry, key):
+            params, state = carry
+            loss = lambda params: masked.masked_loss(key, denoiser(params), x0, schedule, 0)[0]
+            value, gradient = jax.value_and_grad(loss)(params)
+            updates, state = optimiser.update(gradient, state)
+            return (optax.apply_updates(params, updates), state), value
 
-        return jax.lax.scan(body, params, jax.random.split(jax.random.key(1), 300))
+        (params, _), losses = jax.lax.scan(body, (params, optimiser.init(params)), jax.random.split(QUICK_KEY, 200))
+        return params, losses
 
     params, losses = train(params)
     assert abs(float(losses[0]) - np.log(3)) < 0.5 and float(losses[-20:].mean()) < 0.1
@@ -280,6 +300,7 @@ def test_sharding_rules_name_parameters_that_exist_with_as_many_axes(params):
         (networks.DiT(8, 1, 2, patch=2), (2, 4, 5, 1), 0, None, r"patch must divide the image's sides \(4, 5\), got 2"),
         (networks.DiT(8, 1, 3, patch=2), (2, 4, 4, 1), 0, None, "heads must divide the width 8, got 3"),
         (networks.DiT(8, 1, 4, patch=2), (2, 4, 4, 1), 0, None, "hidden / heads must be divisible by 4 .* got 2"),
+        (networks.DiT(8, 1, 2, vocab=3, window=2), (2, 4, 4, 1), 0, None, "window must be odd and at least 1, got 2"),
         (networks.DiT(8, 1, 2, positions="rotary"), (2, 4, 4, 1), 0, None, "positions must be one of rope, learned"),
     ],
 )
