@@ -166,6 +166,39 @@ def test_an_update_that_is_not_finite_is_seen_though_the_loss_is(tmp_path):
         _fit(tmp_path, lambda i: i, step.make_step(loss, _OPTIMISER), num_steps=3)
 
 
+def test_a_parameter_that_is_not_finite_though_every_metric_is_gets_no_checkpoint(tmp_path):
+    def poisoned(state, batch):  # the metrics of step 14 are of the parameters it started from
+        state, metrics = _step(state, batch)
+        return state._replace(params={"w": jnp.where(state.step < 14, state.params["w"], jnp.nan)}), {
+            "loss": metrics["loss"] * 0
+        }
+
+    with pytest.raises(loop.NonFiniteError, match="stage: parameter w is not finite after step 14; the last checkpoint"):
+        _fit(tmp_path, lambda i: _X, poisoned)
+    assert _steps(tmp_path) == [7]
+
+
+def test_batches_whose_state_is_bytes_are_resumed_from_it(tmp_path):
+    class InBytes(_Watched):
+        def get_state(self):
+            return b"\xff" + json.dumps(super().get_state()).encode()
+
+        def set_state(self, state):
+            super().set_state(json.loads(state[1:]))
+
+    with pytest.raises(Killed):
+        _fit(tmp_path / "killed", InBytes(9, _kill))
+    resumed = _fit(tmp_path / "killed", InBytes(0, _kill))
+    for ours, expected in zip(_numbers(resumed), _numbers(_fit(tmp_path / "whole")), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_batches_that_end_too_early_are_an_error_that_names_the_step(tmp_path):
+    batches = pipeline.make_batches(_X, batch_size=5, seed=1, num_epochs=1, process_index=0, process_count=1)
+    with pytest.raises(ValueError, match="batches must last for the whole stage, got no batch for step 5"):
+        _fit(tmp_path, batches)
+
+
 @pytest.mark.parametrize("at", [9, 23], ids=["midway", "last step"])
 def test_sigterm_finishes_the_step_writes_a_checkpoint_and_exits_with_status_0(tmp_path, whole, capsys, at):
     def terminate(batch):
