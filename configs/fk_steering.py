@@ -80,6 +80,7 @@ def digits(smoke: bool) -> ConfigDict:
             "steps": 10 if smoke else 50,
             "every": 5,
             "lam": 10.0,
+            "ess_threshold": 1.0,  # resample whenever the weights differ: two particles never have an ESS below 1 = K / 2
             "guidance": 1.0,
         }
     )
@@ -130,6 +131,7 @@ def images() -> ConfigDict:
             "steps": 100,
             "eta": 1.0,
             "lam": 10.0,
+            "r_min": -10.0,  # ImageReward is often negative, and `max` clips at r_min
             "start": 20,
             "stop": 80,
             "every": 20,

@@ -80,6 +80,7 @@ class _Settings(NamedTuple):
     steps: int
     every: int
     lam: float
+    ess_threshold: float
     guidance: float
     repeats: int
 
@@ -122,7 +123,7 @@ def steer(
             every=config.every,
             start=config.every - 1,
             stop=config.steps - 1,
-            ess_threshold=0.5,
+            ess_threshold=config.ess_threshold,
             r_min=-20.0 if method == MAX else 0.0,
         )
         return [fk.run(key, kernel, reward, k, options).best]

@@ -82,7 +82,7 @@ class Checkpointer:
         Args:
           step: its number; one that exists is left alone.
           state: may be donated as soon as this returns.
-          record: what JSON can hold; with several processes, the first one's is kept.
+          record: what JSON can hold; may be changed as soon as this returns. With several processes, the first one's is kept.
           metrics: with the metric named `best`, if there is one.
 
         Raises:
@@ -93,9 +93,8 @@ class Checkpointer:
         if step in self._manager.all_steps():
             return
         plain = _without_key_types(state)
-        # A copy, since the caller goes on appending to what Orbax writes later.
-        record = json.loads(json.dumps(record))
-        record |= {"structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
+        record = {**record, "structure": _structure(plain), "fingerprint": int(_fingerprint(plain))}
+        record = json.loads(json.dumps(record))  # a copy: it is written later, and the caller may have changed his by then
         record["hash"] = _hash(record)
         chosen = {self._best: metrics[self._best]} if self._best and metrics else None
         args = ocp.args.Composite(state=ocp.args.StandardSave(plain), record=ocp.args.JsonSave(record))

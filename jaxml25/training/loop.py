@@ -10,19 +10,28 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxml25.training import mesh as meshes
 from jaxml25.training.checkpoints import Checkpointer
 from jaxml25.training.step import StepFn
 from jaxml25.training.train_state import TrainState, trained
 from jaxml25.training.workdir import Workdir
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """What batches are taken from; it must have `get_state` and `set_state` too, as Grain's iterators do."""
+
+    def __next__(self) -> Any:
+        """The next batch."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -34,7 +43,7 @@ def fit(
     name: str,
     state: TrainState,
     step_fn: StepFn,
-    batches: Iterator[Any] | Callable[[int], Any],
+    batches: Batches | Callable[[int], Any],
     *,
     num_steps: int,
     log_every: int = 100,
@@ -59,7 +68,7 @@ def fit(
       checkpoint_every: steps per checkpoint; the last step always has one.
       keep: how many of the latest checkpoints to keep.
       best: a metric; of the checkpoints, the one whose latest row has it lowest is kept too.
-      mesh: if given, batches are this process's parts and are split over the axis `data`.
+      mesh: if given, batches are this process's parts and are split over the axis `data`, and the state stays placed as it is.
 
     Returns:
       The final state; at once if the stage was finished before.
@@ -74,6 +83,7 @@ def fit(
         if value < 1:
             raise ValueError(f"{argument} must be at least 1, got {value}")
     feed = _Feed(batches, mesh)
+    step_fn = step_fn if mesh is None else _in_place(step_fn, state, mesh)
     checkpointer = Checkpointer(workdir.path / "checkpoints" / name, keep=keep, best=best)
     try:
         return _fit(workdir, name, state, step_fn, feed, checkpointer, num_steps, log_every, checkpoint_every)
@@ -117,6 +127,15 @@ def _fit(workdir, name, state, step_fn, feed, checkpointer, num_steps, log_every
                 workdir.say(f"{name}: stopped by a signal at step {step}, checkpoint written; run the same command to go on")
                 raise SystemExit(0)
     return state
+
+
+def _in_place(step_fn: StepFn, state: TrainState, mesh: jax.sharding.Mesh) -> StepFn:
+    """Keeps the state where it is: the compiler may choose another place for the new one, and compile anew for it."""
+
+    def place(leaf):
+        return leaf.sharding if isinstance(leaf.sharding, NamedSharding) else NamedSharding(mesh, PartitionSpec())
+
+    return jax.jit(step_fn, donate_argnums=0, out_shardings=(jax.tree.map(place, state), None))
 
 
 class _Feed:

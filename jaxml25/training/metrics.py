@@ -64,7 +64,7 @@ class Metrics:
         self._events.flush()
 
     def close(self) -> None:
-        """Flushes and closes the files."""
+        """Flushes and closes the files; once more does no harm."""
         if self._enabled and not self._file.closed:
             self._file.close()
             self._events.close()

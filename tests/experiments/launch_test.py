@@ -183,6 +183,11 @@ def test_the_loss_curve_on_eight_devices_is_that_on_one(server, one, tmp_path, a
     result = server.run(tmp_path / "output", launcher.flags(tmp_path / "run", *mesh), launcher.devices(8))
     assert result.status == 0, result.output
     assert len(launcher.summary(tmp_path / "run")["devices"]) == 8
+    places = launcher.summary(tmp_path / "run")["metrics"]["places"]  # after training, where the rules put them
+    expected = {"hidden/kernel": "P(None, 'model')", "out/kernel": "P('model', None)"}
+    for path, place in places.items():
+        assert place == next((spec for name, spec in expected.items() if path.endswith(name)), "P()"), path
+    assert len(places) > 6
     _assert_same_curve(tmp_path / "run", one)
 
 
@@ -226,6 +231,34 @@ def test_a_model_that_is_split_over_two_processes_has_the_curve_of_a_whole_one_a
     assert [result.status for result in refused] == [1, 1], refused
     assert "holds a finished run" in refused[0].output
     assert _said(refused[1]) == [f"process 0 cannot use workdir {tmp_path / 'run'}"]
+
+
+def test_a_config_that_does_not_repeat_its_variant_is_judged_by_the_name_on_the_command_line(server, tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from tests.experiments import tiny_config\n"
+        "def get_config(variant):\n"
+        "    config = tiny_config.get_config()\n"
+        "    del config.variant\n"
+        "    config.steps = {'smoke': 4, 'small': 8}[variant]\n"
+        "    return config\n"
+    )
+    result = server.run(tmp_path / "output", [f"--config={config}:smoke", f"--workdir={tmp_path / 'run'}"])
+    assert result.status == 0 and "not judged" in result.output, result.output
+    assert launcher.summary(tmp_path / "run")["claims"][0]["holds"] is None
+    result = server.run(tmp_path / "wrong", [f"--config={config}:smal", f"--workdir={tmp_path / 'other'}"])
+    assert result.status == 1 and result.output == "--config: 'smal' is not among its variants\n"
+
+
+def test_the_tasks_of_a_slurm_step_start_as_one_run_and_a_batch_script_alone(monkeypatch):
+    for name, value in (("JOB_ID", "7"), ("STEP_NODELIST", "n[1-2]"), ("PROCID", "0"), ("LOCALID", "0"), ("NTASKS", "2")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert launch._is_slurm_step()
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert not launch._is_slurm_step()
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.delenv("SLURM_STEP_NODELIST")
+    assert not launch._is_slurm_step()
 
 
 def test_the_digest_is_that_of_the_numbers_in_the_order_of_their_paths():

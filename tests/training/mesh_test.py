@@ -57,11 +57,32 @@ try:
     raise SystemExit("6 rows were split over 4")
 except ValueError as error:
     assert "batch must divide over the 4 devices of axis 'data', got 6 rows" in str(error), error
+
+# The compiler would rather split the bias, which the rules replicate, as it splits what the bias is added to.
+import optax
+from jaxml25.training import step, train_state
+
+def loss(params, key, batch):
+    return jnp.mean((jnp.tanh(batch @ params["kernel"] + params["bias"]) - 1) ** 2), {}
+
+params = {"kernel": jnp.full((3, 32), 0.1), "bias": jnp.zeros(32)}
+state = mesh.shard(train_state.init(jax.random.key(0), params, optax.adam(0.1), ema=True), {".*kernel": (None, "model")}, devices)
+placed = [leaf.sharding for leaf in jax.tree.leaves(state)]
+take = step.make_step(loss, optax.adam(0.1), ema_decay=0.9, accumulate=2)
+batch = mesh.shard_batch(np.ones((8, 3), np.float32), devices)
+state, _ = take(state, batch)
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+for _ in range(2):
+    state, _ = take(state, batch)
+now = [leaf.sharding for leaf in jax.tree.leaves(state)]
+assert now == placed, [(a, b) for a, b in zip(now, placed) if a != b]
+assert not [event for event in compiled if "compile" in event], compiled
 print("done")
 """
 
 
-def test_eight_devices_are_arranged_and_arrays_split_by_the_first_rule_that_matches():
+def test_eight_devices_are_arranged_and_arrays_split_by_the_first_rule_that_matches_and_steps_leave_them_there():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run([sys.executable, "-c", _ON_EIGHT_DEVICES], env=environment, capture_output=True, text=True)
     assert done.stdout == "done\n", done.stderr
@@ -78,6 +99,11 @@ def test_rules_match_whole_paths_through_what_contains_the_parameters():
 
 def test_a_config_is_a_mesh_and_one_device_one_too():
     assert dict(mesh.make_mesh(ConfigDict({"data": -1, "model": 1}), jax.devices()[:1]).shape) == {"data": 1, "model": 1}
+
+
+def test_a_batch_without_rows_is_an_error_that_names_the_leaf():
+    with pytest.raises(ValueError, match=r"leading dimension, got a scalar at .*rate"):
+        mesh.shard_batch({"x": np.ones(4), "rate": np.float32(0.1)}, mesh.make_mesh({"data": 1}, jax.devices()[:1]))
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": -1, "model": -1}, {"data": 0}, {"data": -2}])

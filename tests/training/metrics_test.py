@@ -1,8 +1,11 @@
+import builtins
 import json
+import pathlib
 import struct
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxml25.training.metrics import Metrics
@@ -63,6 +66,21 @@ def test_tensorboard_shows_the_finite_numbers_under_their_namespace(tmp_path):
         (value.tag, event.step, value.simple_value) for event in _events(path.read_bytes()) for value in event.summary.value
     ]
     assert shown == [("t/loss", 1, 0.5), ("t/loss", 2, 1.0)]
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("which", ["metrics.jsonl", "tensorboard"])
+def test_a_full_disk_is_an_error_at_the_row_that_does_not_fit(tmp_path, monkeypatch, which):
+    opened = builtins.open
+
+    def full(file, *arguments, **options):
+        return opened("/dev/full" if which in str(file) else file, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "open", full)
+    monkeypatch.setattr(pathlib.Path, "open", lambda path, *arguments, **options: full(path, *arguments, **options))
+    writer = Metrics(tmp_path)
+    with pytest.raises(OSError, match="No space left on device"):
+        writer.write({"loss": 1.0}, step=1)
 
 
 def test_processes_that_do_not_lead_write_nothing_but_return_the_same_row(tmp_path):

@@ -84,6 +84,17 @@ def test_progress_passes_the_items_through_and_says_so_at_the_end(open_workdir, 
     assert capsys.readouterr().out == "things: 3/3\n"
 
 
+def test_a_bar_within_a_bar_is_shown_below_it_on_a_terminal(open_workdir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    run = open_workdir(tmp_path)
+    seen = [(seed, step) for seed in run.progress([7, 8], "seeds") for step in run.progress(range(2), f"seed {seed}")]
+    assert seen == [(7, 0), (7, 1), (8, 0), (8, 1)]
+    shown = capsys.readouterr().out
+    assert "seeds" in shown and "2/2" in shown
+    assert list(run.progress([1], "another")) == [1]
+
+
 def test_lines_are_printed_whole_and_as_they_are(open_workdir, tmp_path, capsys):
     text = "what [stands] in brackets stays, and " + "a long line is not broken " * 10
     open_workdir(tmp_path).say(text.strip())
