@@ -5,6 +5,7 @@ what comes out: how often it is of the class, and how far its features lie from 
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float
 from matplotlib import pyplot
 from ml_collections import ConfigDict
 
-from experiments import classifiers, denoisers
+from experiments import classifiers, denoisers, fk_choices
 from jaxml25.data import digits
 from jaxml25.diffusion import fk_steering as fk
 from jaxml25.diffusion import samplers, schedules
@@ -22,7 +23,9 @@ from jaxml25.training import claims
 from jaxml25.training.claims import Claim
 from jaxml25.training.workdir import Workdir
 
-GUIDED, BEST, DIFF, MAX = "gradient guidance", "best of n", "FK diff", "FK max"  # the best of 1 is the base model
+GUIDED, BEST, FK = "gradient guidance", "best of n", "FK"  # the best of 1 is the base model
+DIFF, MAX = "FK diff", "FK max"
+POTENTIALS = {DIFF: 0, MAX: 1}
 
 
 class Judges(NamedTuple):
@@ -38,16 +41,17 @@ def run(config: ConfigDict, seed: int, workdir: Workdir, devices: jax.sharding.M
     judges, accuracies = fit_judges(seed)
     settings = _Settings.of(config)
     found = {}  # (method, K) -> one array of samples (class, repeat, pixel) per seed
-    for method, counts in workdir.progress(_cases(config.particles), "steering digits"):
-        for sampling_seed in config.seeds:
+    for methods, counts in workdir.progress(_cases(config.particles), "steering digits"):
+        for method, sampling_seed in itertools.product(methods, config.seeds):
             key = jax.random.key(sampling_seed)
             samples = steer(
                 key,
                 model.schedule,
                 model.params,
                 judges.reward,
+                POTENTIALS.get(method, 0),
                 denoise=model.denoise,
-                method=method,
+                method=method if method in (BEST, GUIDED) else FK,
                 counts=counts,
                 config=settings,
             )
@@ -81,6 +85,7 @@ class _Settings(NamedTuple):
     every: int
     lam: float
     ess_threshold: float
+    r_min: float
     guidance: float
     repeats: int
 
@@ -89,15 +94,14 @@ class _Settings(NamedTuple):
         return cls(*(config[name] for name in cls._fields))
 
 
-def _cases(particles: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Methods with the numbers of particles that one compiled program serves: independent samples come as one largest set."""
-    interacting = [(method, (k,)) for method in (DIFF, MAX) for k in particles if k > 1]
-    return [(BEST, tuple(particles)), (GUIDED, (1,)), *interacting]
+def _cases(particles: tuple[int, ...]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Methods and numbers of particles that one compiled program serves: independent samples come as one largest set."""
+    return [((BEST,), tuple(particles)), ((GUIDED,), (1,)), *(((DIFF, MAX), (k,)) for k in particles if k > 1)]
 
 
 @functools.partial(jax.jit, static_argnames=("denoise", "method", "counts", "config"))
 def steer(
-    key, schedule, params, reward_classifier, *, denoise, method: str, counts: tuple[int, ...], config: _Settings
+    key, schedule, params, reward_classifier, potential, *, denoise, method: str, counts: tuple[int, ...], config: _Settings
 ) -> list[Float[Array, "classes repeats dim"]]:
     """For every number of particles in `counts` one sample per class and repeat: the particle of largest reward."""
     grid = schedules.make_grid(schedule, config.steps, previous="next")
@@ -118,13 +122,13 @@ def steer(
         if method == GUIDED:
             return [fk.guided(key, kernel, reward, k).best]
         options = fk.Config(
-            {DIFF: "diff", MAX: "max"}[method],
+            fk_choices.any_potential(("diff", "max"), potential),
             lam=config.lam,
             every=config.every,
             start=config.every - 1,
             stop=config.steps - 1,
             ess_threshold=config.ess_threshold,
-            r_min=-20.0 if method == MAX else 0.0,
+            r_min=config.r_min,
         )
         return [fk.run(key, kernel, reward, k, options).best]
 

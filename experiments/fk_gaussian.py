@@ -12,12 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 from matplotlib import pyplot
 from ml_collections import ConfigDict
 
+from experiments import fk_choices
 from jaxml25.diffusion import fk_steering as fk
-from jaxml25.diffusion import potentials, resampling, samplers, schedules
+from jaxml25.diffusion import samplers, schedules
 from jaxml25.training import claims
 from jaxml25.training.claims import Claim
 from jaxml25.training.workdir import Workdir
@@ -112,35 +112,15 @@ METHODS = {
 }
 
 
-def any_scheme(index: Int[Array, ""]) -> resampling.Scheme:
-    """The scheme at a traced index of `SCHEMES`."""
-
-    def resample(key, log_weights, num):
-        branches = [functools.partial(resampling.get(name), num=num) for name in SCHEMES]
-        return jax.lax.switch(index, branches, key, log_weights)
-
-    return resample
-
-
-def any_potential(index: Int[Array, ""]) -> potentials.Potential:
-    """The potential at a traced index of `POTENTIALS`; all of them keep the same state."""
-
-    def update(state, rewards, lam, last):
-        branches = [functools.partial(potentials.get(name).update, lam=lam, last=last) for name in POTENTIALS]
-        return jax.lax.switch(index, branches, state, rewards)
-
-    return potentials.Potential(potentials.diff.init, update)
-
-
 @functools.partial(jax.jit, static_argnames=("kernel", "num_particles", "runs", "every", "reward_at"))
 def estimate(
     key, method: Method, tilt: Tilt, lam, *, kernel, num_particles: int, runs: int, every: int, reward_at: str
 ) -> dict:
     """The tilted mean, log Z, the best particle's reward and the number of surviving lines of many independent runs."""
     config = fk.Config(
-        any_potential(method.potential),
+        fk_choices.any_potential(POTENTIALS, method.potential),
         lam=lam,
-        resample=any_scheme(method.scheme),
+        resample=fk_choices.any_scheme(SCHEMES, method.scheme),
         every=every,
         start=0,
         stop=kernel.num_steps - 2,
@@ -152,7 +132,6 @@ def estimate(
 
     def once(key):
         result = fk.run(key, kernel, tilt.reward, num_particles, config)
-        # `run` adds lambda r_min for the `diff` it knows by name.
         log_z = result.log_z + jnp.where(method.potential == POTENTIALS.index("diff"), lam * method.r_min, 0.0)
         mean = result.expectation(lambda x: x[:, 0])
         return {"mean": mean, "log_z": log_z, "best": jnp.max(result.rewards), "ancestors": result.unique_ancestors}

@@ -5,6 +5,7 @@ that exp(-reward) is a perplexity), and how many digits a sample has, up to thre
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from jaxml25.training.claims import Claim
 from jaxml25.training.workdir import Workdir
 
 BEST, DIFF = "best of n", "FK diff"
-LIKELY, DIGITS = "likely text", "three digits"
+LIKELY, DIGITS = REWARDS = ("likely text", "three digits")
 _MANY_DIGITS = 3
 
 
@@ -35,23 +36,19 @@ def run(config: ConfigDict, seed: int, workdir: Workdir, devices: jax.sharding.M
     judge = ngram.fit(jnp.asarray(held_out), order=5, vocabulary=topics.VOCAB_SIZE)
     settings = _Settings.of(config)
     found = {}  # (reward, method, K) -> one array of samples per seed
-    cases = [
-        (reward, method, counts)
-        for reward in (LIKELY, DIGITS)
-        for method, counts in ((BEST, tuple(config.particles)), *((DIFF, (k,)) for k in config.particles if k > 1))
-    ]
-    for reward, method, counts in workdir.progress(cases, "steering text"):
-        for sampling_seed in config.seeds:
+    cases = [(BEST, tuple(config.particles)), *((DIFF, (k,)) for k in config.particles if k > 1)]
+    for method, counts in workdir.progress(cases, "steering text"):
+        for reward, sampling_seed in itertools.product(REWARDS, config.seeds):
             samples = steer(
                 jax.random.key(sampling_seed),
                 model.params,
                 judge,
+                REWARDS.index(reward),
+                config.lam[reward.split()[0]],
                 schedule=model.schedule,
                 denoise=model.denoise,
-                reward=reward,
                 method=method,
                 counts=counts,
-                lam=config.lam[reward.split()[0]],
                 config=settings,
             )
             for k, tokens in zip(counts, samples, strict=True):
@@ -84,15 +81,16 @@ def count_digits(tokens: Int[Array, "*batch length"]) -> Int[Array, "*batch"]:
     return jnp.sum((tokens >= zero) & (tokens <= nine), axis=-1)
 
 
-def _reward(name: str, judge: ngram.NGram) -> Callable:
-    if name == LIKELY:
-        return lambda tokens, info=None: ngram.log_likelihood(judge, tokens)
-    return lambda tokens, info=None: jnp.minimum(count_digits(tokens), _MANY_DIGITS).astype(jnp.float32)
+def _reward(index, judge: ngram.NGram) -> Callable:
+    """The reward at a traced index of `REWARDS`."""
+    likelihood = lambda tokens: ngram.log_likelihood(judge, tokens)
+    digits = lambda tokens: jnp.minimum(count_digits(tokens), _MANY_DIGITS).astype(jnp.float32)
+    return lambda tokens, info=None: jax.lax.switch(index, [likelihood, digits], tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("schedule", "denoise", "reward", "method", "counts", "config"))
+@functools.partial(jax.jit, static_argnames=("schedule", "denoise", "method", "counts", "config"))
 def steer(
-    key, params, judge, *, schedule, denoise, reward: str, method: str, counts: tuple[int, ...], lam, config: _Settings
+    key, params, judge, reward, lam, *, schedule, denoise, method: str, counts: tuple[int, ...], config: _Settings
 ) -> list[Int[Array, "repeats length"]]:
     """For every number of particles in `counts` one sample per repeat: the particle of largest reward."""
     score = _reward(reward, judge)

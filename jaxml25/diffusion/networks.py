@@ -181,6 +181,8 @@ class DiT(nn.Module):
       heads: of the attention.
       patch: side of an image's patches; divides its height and width. Unused for text.
       vocab: number of tokens with the mask token; None means images.
+      window: odd; text is embedded in windows of so many neighbouring tokens around each, as an image is in patches. Above
+        1, short-range order needs no attention to be learned first.
       positions: "rope" rotates queries and keys (by row and column for images) and takes any length; "learned" adds a
         table of the length seen at initialisation.
       widening: width of the perceptrons, in units of `hidden`.
@@ -195,6 +197,7 @@ class DiT(nn.Module):
     heads: int = 4
     patch: int = 2
     vocab: int | None = None
+    window: int = 1
     positions: str = "rope"
     widening: int = 4
     num_classes: int | None = None
@@ -220,7 +223,11 @@ class DiT(nn.Module):
             rows, columns = (side // self.patch for side in x.shape[1:3])
             places = jnp.stack(jnp.meshgrid(jnp.arange(rows), jnp.arange(columns), indexing="ij"), -1).reshape(-1, 2)
         else:
-            h = nn.Embed(self.vocab, self.hidden, dtype=self.dtype, name="tokens_in")(x)
+            h = nn.Embed(
+                self.vocab, self.hidden, embedding_init=nn.initializers.normal(1.0), dtype=self.dtype, name="tokens_in"
+            )(x)
+            if self.window > 1:
+                h = h + nn.Dense(self.hidden, dtype=self.dtype, name="window_in")(_windows(h, self.window))
             places = jnp.arange(x.shape[1])[:, None]
         if self.positions == "learned":
             h = h + self._table(places.shape[0]).astype(h.dtype)
@@ -229,6 +236,8 @@ class DiT(nn.Module):
         embedding = TimeAndClass(
             self.hidden, self.hidden, self.num_classes, self.time_scale, self.dtype, self.use_time, name="embedding"
         )(h, t, cond)
+        if not self.use_time and self.num_classes is None:
+            embedding = None
         for i in range(self.layers):
             h = DiTBlock(self.heads, self.widening, self.dtype, name=f"block_{i}")(h, embedding, places)
 
@@ -248,6 +257,8 @@ class DiT(nn.Module):
     def _check(self, x):
         if self.positions not in ("rope", "learned"):
             raise ValueError(f"positions must be one of rope, learned, got {self.positions!r}")
+        if self.window < 1 or self.window % 2 == 0:
+            raise ValueError(f"window must be odd and at least 1, got {self.window}")
         if self.hidden % 2:
             raise ValueError(f"hidden must be even, got {self.hidden}")
         if self.vocab is None:
@@ -361,12 +372,14 @@ class DiTBlock(nn.Module):
         hidden = h.shape[-1]
         modulation = [m[:, None] for m in _modulation(self, embedding, 6, hidden, "modulate")]
         scale, shift, gate = modulation[:3]
+        # With nothing to adapt to, a branch that starts closed only learns late: then this is a plain transformer's block.
+        opened = 1 if embedding is None else 0
         branch = (1 + scale) * _layer_norm(self.dtype, "norm_0")(h) + shift
-        h = h + gate * Attention(self.heads, dtype=self.dtype, name="attention")(branch, places=places)
+        h = h + (opened + gate) * Attention(self.heads, dtype=self.dtype, name="attention")(branch, places=places)
         scale, shift, gate = modulation[3:]
         branch = (1 + scale) * _layer_norm(self.dtype, "norm_1")(h) + shift
         branch = nn.gelu(nn.Dense(self.widening * hidden, dtype=self.dtype, name="widen")(branch))
-        return h + gate * nn.Dense(hidden, dtype=self.dtype, name="narrow")(branch)
+        return h + (opened + gate) * nn.Dense(hidden, dtype=self.dtype, name="narrow")(branch)
 
 
 class MLPBlock(nn.Module):
@@ -425,7 +438,10 @@ def _rotate(
 
 
 def _modulation(module, embedding, parts, width, name):
-    """Scales, shifts and gates from the embedding, all zero at first; `module` is whose dtype they take."""
+    """Scales, shifts and gates from the embedding, all zero at first, as rows per example; parameters if it is None."""
+    if embedding is None:
+        table = module.param(name, nn.initializers.zeros, (parts, 1, width))
+        return list(table if module.dtype is None else table.astype(module.dtype))
     dense = nn.Dense(parts * width, kernel_init=nn.initializers.zeros, dtype=module.dtype, name=name)
     return jnp.split(dense(embedding), parts, axis=-1)
 
@@ -450,6 +466,13 @@ def _from_patches(patches, shape, patch):
     batch, height, width, channels = shape
     x = patches.reshape(batch, height // patch, width // patch, patch, patch, channels)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(shape)
+
+
+def _windows(h, width):
+    """The features of the `width` tokens around each, side by side; zeros beyond the ends."""
+    reach = width // 2
+    padded = jnp.pad(h, ((0, 0), (reach, reach), (0, 0)))
+    return jnp.concatenate([padded[:, i : i + h.shape[1]] for i in range(width)], axis=-1)
 
 
 def _per_example(t, batch):

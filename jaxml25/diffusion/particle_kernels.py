@@ -80,7 +80,8 @@ def run_noise(
 
     Without resampling `run(key, from_sampler(step_fn, denoise, grid, sample_shape), ...)` is
     `trajectories.sample(step_fn, denoise, grid, z_T, noise)` with these (in sigma space, with `z_T * grid.sigma[0]`); so it
-    is for one particle in any case.
+    is for one particle in any case, up to how the two compiled programs round (the same, for DDPM and for DDIM at eta 1).
+    `base_sample` is the same to the last bit for every kernel.
     """
     keys = split_keys(key, num_steps)
     normals = lambda key: _normals(particle_keys(key, num_particles), sample_shape, dtype)
@@ -175,6 +176,8 @@ def from_sampler(
     def propose(key, state, i):
         row = jax.tree.map(lambda leaf: leaf[i], grid)
         noise = _normals(particle_keys(key, state.x.shape[0], axis_name), sample_shape, dtype)
+        # Drawn noise fused into the step would round differently from noise that is given, as to `trajectories.sample`.
+        noise = jax.lax.optimization_barrier(noise)
         if hasattr(step_fn, "perturb"):
             x, row = step_fn.perturb(state.x, row, noise)
             state = state._replace(x=x)

@@ -16,6 +16,7 @@ _DEFAULTS = {
     "warmup_steps": 0,
     "clip_norm": 0.0,
     "weight_decay": 0.0,
+    "b2": 0.0,
 }
 
 
@@ -25,7 +26,8 @@ def make_optimiser(config: Mapping[str, Any] | ConfigDict, num_steps: int) -> op
     Args:
       config: any of `name` (one of `OPTIMISERS`), `learning_rate` (the peak), `schedule` (one of `SCHEDULES`; after the
         warm-up it stays, or falls to 0 at `num_steps`), `warmup_steps` (linear from 0), `clip_norm` (of the whole gradient;
-        0 for none) and `weight_decay` (adamw, lion and adafactor).
+        0 for none), `weight_decay` (adamw, lion and adafactor) and `b2` (decay of the second moment in adam, adamw and lion;
+        0 for optax's own).
       num_steps: length of the run.
 
     Raises:
@@ -35,11 +37,11 @@ def make_optimiser(config: Mapping[str, Any] | ConfigDict, num_steps: int) -> op
         _one_of("optimiser key", key, tuple(_DEFAULTS))
     values = {**_DEFAULTS, **config}
     _one_of("name", values["name"], tuple(OPTIMISERS))
-    for key in ("learning_rate", "warmup_steps", "clip_norm", "weight_decay"):
+    for key in ("learning_rate", "warmup_steps", "clip_norm", "weight_decay", "b2"):
         if not values[key] >= 0:
             raise ValueError(f"{key} must be at least 0, got {values[key]}")
     rate = make_schedule(values["schedule"], values["learning_rate"], values["warmup_steps"], num_steps)
-    optimiser = _with_decay(values["name"], rate, values["weight_decay"])
+    optimiser = _optimiser(values["name"], rate, values["weight_decay"], values["b2"])
     return optax.chain(optax.clip_by_global_norm(values["clip_norm"]), optimiser) if values["clip_norm"] else optimiser
 
 
@@ -59,14 +61,17 @@ def make_schedule(name: str, peak: float, warmup_steps: int, num_steps: int) -> 
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup_steps), after], [warmup_steps])
 
 
-def _with_decay(name: str, rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
+def _optimiser(name: str, rate: optax.Schedule, decay: float, b2: float) -> optax.GradientTransformation:
+    moments = {"b2": b2} if b2 else {}
+    if b2 and name not in ("adam", "adamw", "lion"):
+        raise ValueError(f"b2 must be 0 for {name}, got {b2}")
     if name in ("adamw", "lion"):
-        return OPTIMISERS[name](rate, weight_decay=decay)
+        return OPTIMISERS[name](rate, weight_decay=decay, **moments)
     if name == "adafactor":
         return optax.adafactor(rate, weight_decay_rate=decay or None)
     if decay:
         raise ValueError(f"weight_decay must be 0 for {name}, got {decay}")
-    return OPTIMISERS[name](rate)
+    return OPTIMISERS[name](rate, **moments)
 
 
 def _one_of(argument: str, value: str, valid: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ class TrainState(NamedTuple):
 
 
 def init(key: Key[Array, ""], params: Any, optimiser: optax.GradientTransformation, *, ema: bool = False) -> TrainState:
-    """Starts at step 0.
+    """Starts at step 0, from copies: steps donate the state, and what is passed in here outlives them.
 
     Args:
       key: source of every step's randomness.
@@ -31,7 +31,7 @@ def init(key: Key[Array, ""], params: Any, optimiser: optax.GradientTransformati
     average = jax.tree.map(jnp.copy, params) if ema else None
     # Copied, since some optimisers keep one array twice, which cannot be donated.
     opt_state = jax.tree.map(jnp.copy, optimiser.init(trained(params)))
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, average, key)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, average, jnp.copy(key))
 
 
 def trained(params: Any) -> Any:
@@ -45,6 +45,6 @@ def join(leaves: Any, params: Any) -> Any:
 
 
 def _array(leaf: Any) -> Array:
-    leaf = jnp.asarray(leaf)
+    leaf = jnp.array(leaf)
     # A weakly typed leaf becomes strong in the first step, which would be compiled a second time for it.
     return leaf.astype(leaf.dtype) if leaf.aval.weak_type else leaf

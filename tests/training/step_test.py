@@ -91,6 +91,12 @@ def test_numbers_are_trained_and_leaves_that_have_no_gradient_are_carried_along(
     assert len(jax.tree.leaves(state.opt_state[0].mu)) == 1
 
 
+def test_the_parameters_and_the_key_that_a_state_was_made_of_outlive_its_steps():
+    params, key = {"w": jnp.array([1.0, -2.0, 0.5])}, jax.random.key(0)
+    step.make_step(_loss, optax.sgd(0.1))(train_state.init(key, params, optax.sgd(0.1)), _batch())
+    assert params["w"].tolist() == [1.0, -2.0, 0.5] and jax.random.key_data(key).tolist() == [0, 0]
+
+
 def test_the_average_is_that_of_the_new_parameters_and_starts_at_the_first():
     take = step.make_step(_loss, optax.sgd(0.1), ema_decay=0.9)
     state, _ = take(_state(optax.sgd(0.1), ema=True), _batch())
