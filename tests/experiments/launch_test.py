@@ -191,12 +191,8 @@ def _start_two(server, tmp_path, name, *more):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     together = [f"--coordinator_address=localhost:{port}", "--num_processes=2", *more]
-    return [
-        server.start(
-            tmp_path / f"{name}{i}", launcher.flags(tmp_path / "run", *together, f"--process_id={i}"), launcher.devices(2)
-        )
-        for i in range(2)
-    ]
+    flags = [launcher.flags(tmp_path / "run", *together, f"--process_id={i}") for i in range(2)]
+    return [server.start(tmp_path / f"{name}{i}", flags[i]) for i in range(2)]
 
 
 def _said(result):
@@ -205,20 +201,31 @@ def _said(result):
 
 
 def test_two_processes_stop_together_go_on_and_end_with_the_curve_of_one(server, one, tmp_path):
-    mesh = ["--config.mesh.data=2", "--config.mesh.model=2"]
-    runs = _start_two(server, tmp_path, "first", *mesh)
+    runs = _start_two(server, tmp_path, "first")
     launcher.wait_for_file(tmp_path / "run" / "metrics.jsonl")  # the step to stop at takes them some steps to agree on
     runs[1].send_signal(signal.SIGTERM)
     results = [run.wait() for run in runs]
     assert [result.status for result in results] == [0, 0], results
     assert "stopped by a signal at step " in results[0].output and _said(results[1]) == []
 
-    results = [run.wait() for run in _start_two(server, tmp_path, "second", *mesh)]
+    results = [run.wait() for run in _start_two(server, tmp_path, "second")]
     assert [result.status for result in results] == [0, 0], results
     assert "tiny: resumed at step " in results[0].output and _said(results[1]) == []
-    assert len(launcher.summary(tmp_path / "run")["devices"]) == 4
+    assert len(launcher.summary(tmp_path / "run")["devices"]) == 2
     _assert_same_curve(tmp_path / "run", one)
-    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1  # only process 0 writes
+
+
+def test_a_model_that_is_split_over_two_processes_has_the_curve_of_a_whole_one_and_is_not_run_twice(server, one, tmp_path):
+    mesh = ["--config.mesh.data=1", "--config.mesh.model=2"]
+    results = [run.wait() for run in _start_two(server, tmp_path, "run", *mesh)]
+    assert [result.status for result in results] == [0, 0], results
+    _assert_same_curve(tmp_path / "run", one)
+    assert launcher.summary(tmp_path / "run")["claims"][0]["holds"]
+    refused = [run.wait() for run in _start_two(server, tmp_path, "again", *mesh)]
+    assert [result.status for result in refused] == [1, 1], refused
+    assert "holds a finished run" in refused[0].output
+    assert _said(refused[1]) == [f"process 0 cannot use workdir {tmp_path / 'run'}"]
 
 
 def test_a_config_that_does_not_repeat_its_variant_is_judged_by_the_name_on_the_command_line(server, tmp_path):
