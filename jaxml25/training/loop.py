@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxml25.training import mesh as meshes
 from jaxml25.training.checkpoints import Checkpointer
@@ -67,7 +68,7 @@ def fit(
       checkpoint_every: steps per checkpoint; the last step always has one.
       keep: how many of the latest checkpoints to keep.
       best: a metric; of the checkpoints, the one whose latest row has it lowest is kept too.
-      mesh: if given, batches are this process's parts and are split over the axis `data`.
+      mesh: if given, batches are this process's parts and are split over the axis `data`, and the state stays placed as it is.
 
     Returns:
       The final state; at once if the stage was finished before.
@@ -82,6 +83,7 @@ def fit(
         if value < 1:
             raise ValueError(f"{argument} must be at least 1, got {value}")
     feed = _Feed(batches, mesh)
+    step_fn = step_fn if mesh is None else _in_place(step_fn, state, mesh)
     checkpointer = Checkpointer(workdir.path / "checkpoints" / name, keep=keep, best=best)
     try:
         return _fit(workdir, name, state, step_fn, feed, checkpointer, num_steps, log_every, checkpoint_every)
@@ -125,6 +127,15 @@ def _fit(workdir, name, state, step_fn, feed, checkpointer, num_steps, log_every
                 workdir.say(f"{name}: stopped by a signal at step {step}, checkpoint written; run the same command to go on")
                 raise SystemExit(0)
     return state
+
+
+def _in_place(step_fn: StepFn, state: TrainState, mesh: jax.sharding.Mesh) -> StepFn:
+    """Keeps the state where it is: the compiler may choose another place for the new one, and compile anew for it."""
+
+    def place(leaf):
+        return leaf.sharding if isinstance(leaf.sharding, NamedSharding) else NamedSharding(mesh, PartitionSpec())
+
+    return jax.jit(step_fn, donate_argnums=0, out_shardings=(jax.tree.map(place, state), None))
 
 
 class _Feed:

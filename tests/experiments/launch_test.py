@@ -183,6 +183,11 @@ def test_the_loss_curve_on_eight_devices_is_that_on_one(server, one, tmp_path, a
     result = server.run(tmp_path / "output", launcher.flags(tmp_path / "run", *mesh), launcher.devices(8))
     assert result.status == 0, result.output
     assert len(launcher.summary(tmp_path / "run")["devices"]) == 8
+    places = launcher.summary(tmp_path / "run")["metrics"]["places"]  # after training, where the rules put them
+    expected = {"hidden/kernel": "P(None, 'model')", "out/kernel": "P('model', None)"}
+    for path, place in places.items():
+        assert place == next((spec for name, spec in expected.items() if path.endswith(name)), "P()"), path
+    assert len(places) > 6
     _assert_same_curve(tmp_path / "run", one)
 
 

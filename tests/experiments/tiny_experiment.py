@@ -46,7 +46,13 @@ def run(config, workdir):
     final = float(jnp.mean(jnp.abs(state.params["hidden"]["bias"])))
     workdir.log({"bias": final})
     finding = claims.at_most("The bias stays small", paper=None, measured=final, bar=10.0)
-    return {"claims": [finding], "metrics": {"bias": final}, "params": state.params}
+    places = {path: str(leaf.sharding.spec) for path, leaf in _leaves(state)}
+    return {"claims": [finding], "metrics": {"bias": final, "places": places}, "params": state.params}
+
+
+def _leaves(state):
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
 class _Poisoned:

@@ -123,21 +123,6 @@ def test_any_optimiser_lowers_the_loss_also_one_that_looks_at_it(optimiser):
     assert losses[-1] < losses[0]
 
 
-def test_leaves_that_are_not_floating_point_are_carried_along_and_numbers_compile_once():
-    def loss(params, key, batch):
-        return (params["scale"] * params["table"][0] - 1.0) ** 2, {}
-
-    optimiser = optax.adamw(0.1)
-    params = {"scale": 1.0, "table": np.array([3, 4]), "flag": True}
-    state = train_state.init(jax.random.key(0), params, optimiser, ema=True)
-    take = step.make_step(loss, optimiser, ema_decay=0.9, accumulate=2)
-    for _ in range(60):
-        state, metrics = take(state, _batch())
-    assert take._cache_size() == 1 and float(metrics["loss"]) < 0.05
-    assert state.params["table"].tolist() == state.ema["table"].tolist() == [3, 4] and bool(state.params["flag"])
-    assert state.params["table"].dtype == jnp.int32 and state.params["flag"].dtype == jnp.bool_
-
-
 def test_what_cannot_work_is_an_error_that_names_the_argument():
     with pytest.raises(ValueError, match="accumulate must be at least 1, got 0"):
         step.make_step(_loss, optax.sgd(0.1), accumulate=0)
