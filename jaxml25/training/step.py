@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Key
 
 from jaxml25.training import ema
@@ -59,43 +58,7 @@ def make_step(
         metrics |= {"grad_norm": optax.tree.norm(gradient), "update_norm": optax.tree.norm(updates)}
         return TrainState(state.step + 1, params, opt_state, average, state.key), metrics
 
-    return _Placed(step)
-
-
-class _Placed:
-    """A jitted step that leaves the state where it was.
-
-    Left to itself the compiler splits leaves that the rules replicate: the step would be compiled once more for what it returned,
-    and a run that was resumed, whose state is placed by the rules again, would add up its numbers in another order.
-    """
-
-    def __init__(self, step: StepFn):
-        self._step = step
-        self._jitted: dict[Any, Any] = {}
-
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
-        return self._of(state)(state, batch)
-
-    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
-        """As of any jitted function."""
-        return self._of(state).lower(state, batch)
-
-    def _cache_size(self) -> int:
-        return sum(jitted._cache_size() for jitted in self._jitted.values())
-
-    def _of(self, state: TrainState) -> Any:
-        leaves, structure = jax.tree.flatten(state)
-        key = (structure, tuple(_sharding(leaf) for leaf in leaves))
-        if key not in self._jitted:
-            kept = jax.tree.unflatten(*key)
-            self._jitted[key] = jax.jit(self._step, donate_argnums=0, out_shardings=(kept, None))
-        return self._jitted[key]
-
-
-def _sharding(leaf: Any) -> NamedSharding | None:
-    """Where a mesh holds it; None for what is on no mesh, or is traced."""
-    known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return leaf.sharding if known and isinstance(leaf.sharding, NamedSharding) else None
+    return jax.jit(step, donate_argnums=0)
 
 
 def _gradient(loss_fn: LossFn, params: Any, key: Key[Array, ""], batch: Any, accumulate: int):
