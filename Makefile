@@ -7,6 +7,7 @@ WORKDIR ?= runs/$(basename $(notdir $(firstword $(subst :, ,$(CONFIG)))))
 ARGS ?=
 BIN := $(VENV)/bin
 export MPLBACKEND ?= agg
+export NO_MKDOCS_2_WARNING = 1
 
 # uv installs in a fraction of pip's time; where it cannot reach an index that pip is configured for, pip does the work.
 define install

@@ -59,8 +59,8 @@ def digits(smoke: bool) -> ConfigDict:
     return ConfigDict(
         {
             "train": {
-                "steps": 20 if smoke else 2_000,
-                "batch_size": 32 if smoke else 256,
+                "steps": 20 if smoke else 2_500,
+                "batch_size": 32 if smoke else 128,
                 "checkpoint_every": 10 if smoke else 1_000,
                 "log_every": 5 if smoke else 100,
                 "ema_decay": 0.999,
@@ -91,7 +91,7 @@ def text(smoke: bool) -> ConfigDict:
     return ConfigDict(
         {
             "train": {
-                "steps": 10 if smoke else 400,
+                "steps": 10 if smoke else 350,
                 "batch_size": 8 if smoke else 32,
                 "stride": 16,
                 "checkpoint_every": 5 if smoke else 200,
@@ -114,12 +114,13 @@ def text(smoke: bool) -> ConfigDict:
                 "use_time": False,
             },
             "length": 16 if smoke else 64,
-            "particles": (1, 2) if smoke else (1, 2, 4, 8),
-            "repeats": 2 if smoke else 12,
+            "particles": (1, 2) if smoke else (1, 4, 8),
+            "repeats": 2 if smoke else 16,
             "seeds": (0,) if smoke else (0, 1, 2),
             "steps": 4 if smoke else 16,
             "every": 2,
-            "num_x0_samples": 4,
+            "num_x0_samples": 16,
+            "ess_threshold": 0.5,  # early rewards are noisy: resampling on every difference would follow the noise
             "lam": {"likely": 30.0, "three": 5.0},
         }
     )

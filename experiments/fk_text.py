@@ -69,6 +69,7 @@ class _Settings(NamedTuple):
     every: int
     repeats: int
     num_x0_samples: int
+    ess_threshold: float
 
     @classmethod
     def of(cls, config: ConfigDict) -> "_Settings":
@@ -110,9 +111,9 @@ def steer(
             "diff",
             lam=lam,
             every=config.every,
-            start=0,
+            start=config.every - 1,
             stop=config.steps - 2,
-            ess_threshold=0.5,
+            ess_threshold=config.ess_threshold,
             num_x0_samples=config.num_x0_samples,
         )
         (k,) = counts
