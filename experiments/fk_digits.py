@@ -206,6 +206,9 @@ def _draw_curves(rows: list[dict]) -> pyplot.Figure:
     labels = ("log-probability of the class (reward)", "share the judge agrees with", "Fréchet distance to real digits")
     for axis, label in zip(axes, labels, strict=True):
         axis.set(xlabel="network calls per step and sample", ylabel=label, xscale="log")
+        counts = sorted({row["particles"] for row in rows})
+        axis.set_xticks(counts, [str(k) for k in counts])
+        axis.minorticks_off()
     axes[0].legend(fontsize=8)
     figure.tight_layout()
     return figure

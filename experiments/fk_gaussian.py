@@ -244,8 +244,10 @@ def _draw(table: dict, deviations: dict, particles) -> pyplot.Figure:
         xscale="log",
         title="Best particle (importance sampling: best-of-n)",
     )
-    left.legend(fontsize=7)
-    middle.legend(fontsize=7)
+    for axis in (left, middle):
+        axis.set_xticks(particles, [str(k) for k in particles])
+        axis.minorticks_off()
+        axis.legend(fontsize=7)
     labels = [f"{p}, {s}{', ESS' if adaptive else ''}" for p, s, adaptive in deviations]
     means, errors = zip(*deviations.values(), strict=True)
     right.errorbar(means, range(len(labels)), xerr=4 * np.array(errors), fmt="o")

@@ -2,10 +2,10 @@
 
     python experiments/launch.py --config=configs/fk_steering.py:small --workdir=runs/fk_steering --config.digits.train.steps=500
 
-The part behind the colon is the variant: `smoke` (seconds), `small` (the default; minutes on a CPU) or `paper` (accelerators). A
-run that was killed goes on where its last checkpoint stands when the same command is given again; a finished one is not
-overwritten without --overwrite. On TPU pods and under Slurm every process starts this same command and finds the others by itself;
-elsewhere each is told --coordinator_address, --num_processes and --process_id.
+The part behind the colon is the variant: `smoke` (a minute, mostly compilation), `small` (the default; minutes on a CPU) or
+`paper` (accelerators). A run that was killed goes on where its last checkpoint stands when the same command is given again; a
+finished one is not overwritten without --overwrite. On TPU pods and under Slurm every process starts this same command and finds
+the others by itself; elsewhere each is told --coordinator_address, --num_processes and --process_id.
 """
 
 import contextlib
